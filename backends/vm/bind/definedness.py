@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import and_
+from functools import reduce
+from operator import and_, or_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,23 +41,24 @@ def unwritten_registers(graph: FlowGraph, rows: RegisterRows) -> dict[Key, Origi
 
 
 def _unproven_reads(graph: FlowGraph) -> set[Key]:
-    code = graph.code
     bits: dict[Key, int] = {}
-    for item in code:
-        for key in (*item.uses, *item.defines):
-            bits.setdefault(key, 1 << len(bits))
-    written = [sum({bits[key] for key in item.defines}) if item.guard is None else 0 for item in code]
-
-    def after(assigned: int, index: int) -> int:
-        return assigned | written[index]
-
-    found: set[Key] = set()
-    everything = (1 << len(bits)) - 1
-    for block, assigned in zip(graph.blocks, graph.before_blocks(0, everything, after, and_), strict=True):
+    # Of each block: what it writes for sure, and what it reads before it has.
+    written, read = list[int](), list[int]()
+    for block in graph.blocks:
+        assigned = asked = 0
         for index in block:
-            found.update(key for key in code[index].uses if not assigned & bits[key])
-            assigned |= written[index]
-    return found
+            item = graph.code[index]
+            for key in item.uses:
+                asked |= bits.setdefault(key, 1 << len(bits)) & ~assigned
+            if item.guard is None:
+                for key in item.defines:
+                    assigned |= bits.setdefault(key, 1 << len(bits))
+        written.append(assigned)
+        read.append(asked)
+    everything = (1 << len(bits)) - 1
+    before = graph.before(0, everything, lambda assigned, block: assigned | written[block], and_)
+    found = reduce(or_, [asked & ~assigned for asked, assigned in zip(read, before, strict=True)], 0)
+    return {key for key, bit in bits.items() if found & bit}
 
 
 # How the undefined bits of the operands become those of the results.

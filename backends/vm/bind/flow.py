@@ -95,18 +95,32 @@ class FlowGraph:
         after: Callable[[State, int], State],
         join: Callable[[State, State], State],
     ) -> list[State]:
+        """As `before`, where `after(state, index)` is the state after instruction `index`."""
+
+        def through(state: State, block: int) -> State:
+            for index in self.blocks[block]:
+                state = after(state, index)
+            return state
+
+        return self.before(entry, unreached, through, join)
+
+    def before(
+        self,
+        entry: State,
+        unreached: State,
+        through: Callable[[State, int], State],
+        join: Callable[[State, State], State],
+    ) -> list[State]:
         """The state before each block: `entry` before the first, `unreached` before those that no path reaches.
 
-        `after(state, index)` is the state after instruction `index`, `join` that where two paths meet.
+        `through(state, block)` is the state after block `block`, `join` that where two paths meet.
         """
         before = [unreached] * len(self.blocks)
         before[0] = entry
         work, reached = [0], {0}
         while work:
             block = work.pop()
-            state = before[block]
-            for index in self.blocks[block]:
-                state = after(state, index)
+            state = through(before[block], block)
             for target in self.successors[block]:
                 joined = join(before[target], state)
                 if joined != before[target] or target not in reached:

@@ -18,7 +18,7 @@ from backends.vm.bind.forms import Form, bind_in_ring, find
 from backends.vm.bind.lanes import RunFinder
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, UnknownInstructionError
-from backends.vm.machine.code import HANDLED, NEXT, Block, BoundFunction, Code, RegisterRows, Step
+from backends.vm.machine.code import HANDLED, LANES, NEXT, Block, BoundFunction, Code, RegisterRows, Step
 from backends.vm.memory.shared import RESERVED
 from backends.vm.ptx.ast import Function, Instruction, Module, Symbol, Variable
 
@@ -29,9 +29,14 @@ if TYPE_CHECKING:
 def guarded(step: Step, guard: tuple[int, bool]) -> Step:
     """`@%p step`: only the active lanes whose predicate holds execute."""
     row, negated = guard
+    nobody = LANES if negated else 0
 
     def run(warp: Warp) -> None:
         predicate = warp.pred[row]
+        if warp.where is True and (holds := count_nonzero(predicate)) in (0, LANES):
+            if holds != nobody:
+                step(warp)
+            return
         lanes = warp.mask & ~predicate if negated else warp.mask & predicate
         if not count_nonzero(lanes):
             return
@@ -78,9 +83,12 @@ def jump_by(index: Step, targets: Sequence[int], guard: tuple[int, bool] | None,
 def jump_if(target: int, after: int, guard: tuple[int, bool]) -> Step:
     """`@%p bra target`: splits the strand where lanes disagree."""
     row, negated = guard
+    nobody = LANES if negated else 0
 
     def run(warp: Warp) -> object:
         predicate = warp.pred[row]
+        if warp.where is True and (holds := count_nonzero(predicate)) in (0, LANES):
+            return after if holds == nobody else target
         taken = warp.mask & ~predicate if negated else warp.mask & predicate
         if not count_nonzero(taken):
             return after
@@ -236,7 +244,7 @@ def _block(
     function: Function, bound: list[Bound], indices: range, block_of: Mapping[int, int], rows: RegisterRows
 ) -> Block:
     body = [bound[index] for index in indices]
-    block = Block([], [item.instruction for item in body], carriers=[InstructionCarrier(item) for item in body])
+    block = Block([], [item.instruction for item in body], make_carriers=lambda: [*map(InstructionCarrier, body)])
     block.classes.update(item.form.counter for item in body)
     after = block_of.get(indices.stop, len(block_of))
     for item in body:

@@ -230,15 +230,16 @@ def try_wait(b: Binder) -> Step:
         if count_nonzero(answers):
             return NEXT
         warp.cta.machine.counters["mbarrier_stalls"] += 1
+        (first, phase), *others = asked
         return Wait(
-            ready=lambda: any(barrier.passed(parity) for barrier, parity in asked),
+            ready=lambda: first.passed(phase) or any(barrier.passed(parity) for barrier, parity in others),
             reason=lambda: " or ".join(
                 f"the phase of parity {parity} of mbarrier {barrier.offset:#x} ({barrier.state()})"
                 for barrier, parity in asked
             ),
             again=True,
             expire=lambda: None,
-            target=asked[0][0],
+            target=first,
         )
 
     return step

@@ -389,13 +389,17 @@ def copy(b: Binder) -> Step:
         descriptor = decode_matrix_descriptor(int(warp.u64[row][lane]), "sm_100a")
         units = unit_addresses(descriptor, layout.rows, 16 * layout.units, 8, "k", "sm_100a")
         clock, mark, _ = tensor_issue(warp)
-        columns = np.arange(to_column, to_column + 4 * layout.units)[None, :]
+        columns = slice(to_column, to_column + 4 * layout.units)
+        apart = np.arange(columns.start, columns.stop)[None, :]
         unordered = False
         for cta in ctas:
             granules = granules_of(units.ravel(), data_bytes)
             whole = cta.smem.async_read(granules, clock, mark, "tcgen05.cp")
             for lanes in layout.lanes:
-                cells = (lanes + to_lane)[:, None], columns
+                first, last = int(lanes[0]) + to_lane, int(lanes[-1]) + to_lane
+                # A block is a view, where cells one by one are a copy.
+                together = last - first == len(lanes) - 1
+                cells = (slice(first, last + 1), columns) if together else ((lanes + to_lane)[:, None], apart)
                 cta.tmem.begin_write(cells, clock, mark, line, "tcgen05.cp writes")
                 unordered |= cta.tmem.read_by_tensor_core(cells, warp.clock, warp.cta.tensor_agent)
             if not whole:

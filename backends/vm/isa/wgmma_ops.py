@@ -285,7 +285,7 @@ def _smem(
     if whole:
         return _Operand(fetch)
     hidden = operand_elements(hidden_units(smem, units), rows, bits, major)
-    return _Operand(fetch, Lost((hidden != 0).any(axis=1), smem.first_origin(granules, 0)))
+    return _Operand(fetch, Lost(np.logical_or.reduce(hidden, axis=1), smem.first_origin(granules, 0)))
 
 
 @lru_cache(maxsize=256)

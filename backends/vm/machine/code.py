@@ -92,8 +92,7 @@ def _done(warp: Warp) -> None:
 class Block:
     """Steps in order, then `tail` (None: fall through). `classes` counts its instructions by counter name.
 
-    `carriers`, one an instruction, run it where a register that it touches may be undefined; `touches` has all of
-    these registers, once somebody has asked for them.
+    `make_carriers` makes one for each instruction, which runs it where a register that it touches may be undefined.
 
     `quick` has the steps as they run where every register is defined: with `runs`, by the index of their first step, in
     place. A block that has executed often asks `find_runs`, anew each time that it has executed FACTOR times as often:
@@ -104,13 +103,14 @@ class Block:
     instructions: list[Instruction]
     tail: Step | None = None
     classes: Counter[str] = field(default_factory=Counter[str])
-    carriers: Sequence[Carrier] = ()
-    touches: frozenset[Key] | None = None
+    make_carriers: Callable[[], Sequence[Carrier]] = tuple
     find_runs: FindRuns | None = None
     runs: Mapping[int, QuickRun] = field(init=False, default_factory=dict[int, "QuickRun"])
     quick: list[Step] = field(init=False)
     left: int = field(init=False, default_factory=lambda: OFTEN)
     _often: int = field(init=False, default_factory=lambda: OFTEN)
+    _carriers: Sequence[Carrier] | None = field(init=False, default=None)
+    _touched: frozenset[Key] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.quick = self.steps
@@ -125,11 +125,18 @@ class Block:
         self._often *= FACTOR
         self.left = self._often if more else 0
 
+    @property
+    def carriers(self) -> Sequence[Carrier]:
+        """By instruction."""
+        if self._carriers is None:
+            self._carriers = self.make_carriers()
+        return self._carriers
+
     def touched(self) -> frozenset[Key]:
         """The registers that an instruction of the block reads or writes."""
-        if self.touches is None:
-            self.touches = frozenset[Key]().union(*(one.touches for one in self.carriers))
-        return self.touches
+        if self._touched is None:
+            self._touched = frozenset[Key]().union(*(one.touches for one in self.carriers))
+        return self._touched
 
 
 @dataclass(slots=True)

@@ -423,12 +423,15 @@ class Run:
 
     def _count(self, warps: list[Warp]) -> None:
         counters, blocks = self.machine.counters, warps[0].code.blocks
-        times = np.array([warp.executed for warp in warps], np.int64).sum(axis=0)
-        for index in np.flatnonzero(times).tolist():
+        times = np.sum([np.frombuffer(warp.executed, np.int64) for warp in warps], axis=0)
+        ran, found = np.flatnonzero(times), dict[str, int]()
+        for index, often in zip(ran.tolist(), times[ran].tolist(), strict=True):
             block = blocks[index]
             self.machine.blocks_run[id(block)] = block
             for name, number in block.classes.items():
-                counters[f"instructions_{name}"] += number * int(times[index])
+                found[name] = found.get(name, 0) + number * often
+        for name, number in found.items():
+            counters[f"instructions_{name}"] += number
 
     def advance(self, warp: Warp, quantum: int) -> int:
         """Let a warp run up to `quantum` blocks. Returns how many it ran."""

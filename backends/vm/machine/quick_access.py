@@ -5,8 +5,8 @@ it the warp and its machine have to know. The access itself is backends.vm.memor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Final
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,18 @@ WORTH: Final = 200
 SPACES: Final = ("", "global", "shared", "shared::cta", "shared::cluster")
 
 
-_CODES: Final[dict[Kind, OnDemand[Perform]]] = {}
+@cache
+def _codes(*kind: Any) -> tuple[OnDemand[Perform], OnDemand[Perform]]:
+    """Of accesses to shared and to global memory; `kind` says the rest of a Kind."""
+    shared, global_ = (OnDemand(partial(performer, Kind(memory, *kind))) for memory in ("shared", "global"))
+    return shared, global_
+
+
+@cache
+def _first_lanes(count: int) -> tuple[npt.NDArray[np.bool_], int]:
+    """A mask, and where it lies."""
+    mask = np.arange(LANES) < count
+    return mask, mask.ctypes.data
 
 
 class QuickAccess:
@@ -54,16 +65,12 @@ class QuickAccess:
         rows: int = 0,
     ) -> None:
         self._space, self._stores, self._rows = space, stores, rows
-        self._givers = np.arange(LANES) < (rows or LANES)
-        self._givers_address: int = self._givers.ctypes.data
+        self._givers_address = _first_lanes(rows or LANES)[1]
         self._address, (width, self._row), self._offset = addressed
         self._view = "s64" if width == 64 else "u32"
         self._size = element * len(registers)
         sizes = tuple(0 if key is None else key[0] // 8 for key in registers)
-        self._shared, self._global = (
-            _CODES.setdefault(kind, OnDemand(partial(performer, kind)))
-            for kind in (Kind(memory, stores, width // 8, element, signed, sizes) for memory in ("shared", "global"))
-        )
+        self._shared, self._global = _codes(stores, width // 8, element, signed, sizes)
         places = SCRATCH_PLACES if rows else [(0, 0) if key is None else place_of(key) for key in registers]
         self._program = program(place_of((width, self._row)), self._offset, line, places)
         self._program_address: int = self._program.ctypes.data

@@ -11,6 +11,7 @@ wait are left alone.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -194,7 +195,7 @@ class Warp:
         self.seen_address: int = self.clock.seen.ctypes.data
         self.stamp = stamp(agent, 1)
         self.registers = file
-        self.executed = [0] * len(code.blocks)
+        self.executed = array("q", bytes(8 * len(code.blocks)))
         self.alive = np.arange(LANES) < lanes
         self.undefined = UndefinedRegisters.at_start(code, lanes)
         self.strands = [Strand(0, self.alive.copy())]
@@ -469,7 +470,7 @@ class Warp:
 
     def _carry(self, block: Block, left: Iterator[Step]) -> object:
         """Execute the steps of a block that are left, of which some touch undefined registers, and its tail."""
-        undefined, end = self.undefined, len(block.steps)
+        undefined, end, carriers = self.undefined, len(block.steps), block.carriers
         self._steps, index = iter(block.steps), end - length_hint(left)
         while index < end:
             self.at_step(index)
@@ -479,7 +480,7 @@ class Warp:
                     self._carry_run(block, index, run)
                     index += run.count
                     continue
-                step, carrier = block.steps[index], block.carriers[index]
+                step, carrier = block.steps[index], carriers[index]
                 index += 1
                 if undefined.keys().isdisjoint(carrier.touches):
                     step(self)
@@ -490,26 +491,26 @@ class Warp:
         self._steps = None
         if block.tail is None:
             return NEXT
-        carrier = block.carriers[index]
+        carrier = carriers[index]
         return block.tail(self) if undefined.keys().isdisjoint(carrier.touches) else carrier.carry(self, block.tail)
 
     def _carry_run(self, block: Block, begin: int, run: QuickRun) -> None:
         """Execute `run`, which begins at step `begin`: where nothing is undefined, as much as there is at once."""
-        undefined, end = self.undefined, begin + run.count
+        undefined, end, carriers = self.undefined, begin + run.count, block.carriers
         if undefined.keys().isdisjoint(run.touches):
             run.step(self)
             return
         index = begin
         while index < end:
             ahead = index
-            while ahead < end and undefined.keys().isdisjoint(block.carriers[ahead].touches):
+            while ahead < end and undefined.keys().isdisjoint(carriers[ahead].touches):
                 ahead += 1
             if ahead > index:
                 run.part(self, index - begin, ahead - index)
                 index = ahead
                 continue
             self.at_step(index)
-            block.carriers[index].carry(self, partial(run.part, first=index - begin, count=1))
+            carriers[index].carry(self, partial(run.part, first=index - begin, count=1))
             index += 1
 
     def at_step(self, index: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -139,7 +140,8 @@ def test_machine_code_that_does_not_look_is_found_out(
 ) -> None:
     """One look less, and some program tells."""
     monkeypatch.setattr(compiled_access._Access, method, broken)  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(quick_access, "_CODES", {})
+    codes = quick_access._codes  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(quick_access, "_codes", cache(codes.__wrapped__))
     compiled_access.performer.cache_clear()
     try:
         with pytest.raises(AssertionError, match="with machine code"):
