@@ -44,7 +44,7 @@ TOOL_PATIENCE = 5.0
 START = 5.0
 """Seconds more until a process has said something."""
 LAST_WORDS = 2.5
-"""Seconds that a process may live after it has said that a launch hangs: with the tool's reports."""
+"""Seconds that a process may live after it has said that a launch hangs: with the tool's reports, if it has one."""
 CHUNK = 8
 """Mutants that a process is given at once."""
 TOOL_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
@@ -265,6 +265,16 @@ class Stage:
         for one in threads:
             one.join()
 
+    def ask_alone(self, numbers: list[int]) -> None:
+        """Ask once more what hung, one mutant at a time: beside a launch that hangs, another may seem to."""
+        for one in numbers:
+            if self.answers.get((ALONE, one), {}).get("status") == "hang":
+                del self.answers[ALONE, one]
+                self.jobs.append((ALONE, [one]))
+        side_by_side, self.processes = self.processes, 1
+        self.perform()
+        self.processes = side_by_side
+
     def _work(self) -> None:
         while time.monotonic() < self.deadline:
             with self.lock:
@@ -286,12 +296,13 @@ class Stage:
         begun = time.monotonic()
         with log.open("wb") as sink:
             child = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
-            stalled = self._watched(child, told, PATIENCE.get(tool, TOOL_PATIENCE) + START)
+            last_words = LAST_WORDS if tool != ALONE else 0.0
+            stalled = self._watched(child, told, PATIENCE.get(tool, TOOL_PATIENCE) + START, last_words)
         found = self._read(tool, told, log, stalled=stalled, seconds=round(time.monotonic() - begun, 2))
         # A process that says nothing of its first mutant would be started for ever.
         return found or {numbers[0]}
 
-    def _watched(self, child: subprocess.Popen[bytes], told: Path, patience: float) -> bool:
+    def _watched(self, child: subprocess.Popen[bytes], told: Path, patience: float, last_words: float) -> bool:
         """Whether it had to be killed, because it said nothing for longer than a start and a launch take."""
         size, since, hung = -1, time.monotonic(), False
         while child.poll() is None:
@@ -300,7 +311,7 @@ class Stage:
             if now != size:
                 size, since = now, time.monotonic()
                 hung = size > 0 and '"status": "hang"' in told.read_text().splitlines()[-1]
-            if time.monotonic() - since > (LAST_WORDS if hung else patience) or time.monotonic() > self.deadline + 3:
+            if time.monotonic() - since > (last_words if hung else patience) or time.monotonic() > self.deadline + 3:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
                 return True
@@ -376,6 +387,7 @@ def main(folder: Path, out: Path, seconds: float, processes: int) -> None:
         if not before.exists():
             stage.jobs.extend((ALONE, one) for one in _chunks(some))
             stage.perform()
+            stage.ask_alone(some)
         print(f"{of}, alone: {_counted(stage, ALONE, some)}, {time.monotonic() - begun:.1f} s", flush=True)
         fates = {one: stage.answers.get((ALONE, one), {}).get("status") for one in some}
         for name, jobs in under_tools(bases, some, fates).items():

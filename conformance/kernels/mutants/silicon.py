@@ -139,7 +139,12 @@ def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str], 
         "",
         *(f"- {tool} reports `{one.base}` as it is" for one in whole for tool in one.reporting),
         *(
-            ["", "docs/compute-sanitizer.md says why such a report is wrong."]
+            [
+                "",
+                "docs/compute-sanitizer.md says why such a report of racecheck is wrong. What initcheck reports are",
+                "entries of the table of tiles: a CTA asks for its entry together with their number, and uses it if it",
+                "is there.",
+            ]
             if any(one.reporting for one in whole)
             else []
         ),

@@ -120,6 +120,31 @@ def test_a_process_that_hangs_or_dies_costs_its_own_mutant_only(
     assert written == list(stage.answers.values()), "what was known was not written as it came"
 
 
+def test_what_seemed_to_hang_beside_others_is_asked_again_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutant 1 hangs; 0 does where another process runs."""
+    stage = _stage(tmp_path, monkeypatch, TELL + (
+        "import pathlib\n"
+        "beside = len(list(pathlib.Path(told).parent.glob('*.told'))) < 2\n"
+        "for one in numbers:\n"
+        "    say(one)\n"
+        "    hangs = one == '1' or (one == '0' and beside)\n"
+        "    say(json.dumps({'number': int(one), 'status': 'hang' if hangs else 'right'}))\n"
+        "    if hangs: os._exit(3)\n"
+    ))  # fmt: skip
+    stage.jobs.extend((ALONE, [one]) for one in (0, 1))
+    stage.perform()
+    assert {one["status"] for one in stage.answers.values()} == {"hang"}, f"{stage.answers}"
+    stage.ask_alone([0, 1])
+    fates = {number: one["status"] for (_, number), one in stage.answers.items()}
+    assert fates == {0: "right", 1: "hang"}, f"{fates}"
+    assert stage.processes == 2, "others run alone from now on"
+    stage.deadline = time.monotonic()
+    stage.ask_alone([1])
+    assert not [number for _, number in stage.answers if number == 1], "a hang that nobody saw alone counts as one"
+
+
 def test_what_a_tool_prints_comes_to_its_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_device, "sanitizer", lambda _: [])
     stage = _stage(tmp_path, monkeypatch, TELL + (
