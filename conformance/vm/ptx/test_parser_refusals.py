@@ -188,7 +188,7 @@ def test_quadratic_work_is_seen() -> None:
         for _ in text:
             text.count("b")
 
-    assert growth(quadratic, lambda n: "a" * n, 4000) > 3, "a parser that reads all for each letter goes unseen"
+    assert growth(quadratic, lambda n: "a" * n, 10_000) > 3, "a parser that reads all for each letter goes unseen"
 
 
 def test_a_name_of_4000_dollars_takes_a_moment() -> None:
