@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from megamoe.contract import Case
 
 ROWS_PER_TILE: Final = 128
+EP_RANKS: Final = 8
+"""Ranks of the EP group of `load=slice`: 384 experts on 8 ranks are 48 a rank, 256 are 32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,14 @@ def expert_rows(case: Case) -> int:
     """Rows of every tensor of expert rows: enough for any routing."""
     routes = case.int("tokens") * case.int("topk")
     return (routes + (ROWS_PER_TILE - 1) * case.int("num_experts")) // ROWS_PER_TILE * ROWS_PER_TILE
+
+
+def expected_routes(case: Case) -> int:
+    """Routes that come to this rank, as whoever calls it knows. Of a slice: all to shared experts, and an equal part of
+    the others."""
+    tokens, shared = case.int("tokens"), case.int("shared")
+    routes = tokens * (case.int("topk") - shared)
+    return tokens * shared + (-(-routes // EP_RANKS) if case["load"] == "slice" else routes)
 
 
 def routing(case: Case, topk_ids: torch.Tensor) -> Routing:

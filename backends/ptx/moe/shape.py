@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backends.ptx.moe.layout import SF_VEC_SIZE, TILE_M, max_row_tiles
+from megamoe.codec.routing import expected_routes
 from megamoe.contract import Case, Target, UnsupportedError
 
 INTERLEAVES = (8, 16, 32, 64)
 """With these, gate and up lie in the half of a tile that a thread holds at a time."""
 EXTENT_MULTIPLE = 128
 """hidden and intermediate are multiples of it: a tile of W1 is whole, and no scale factor atom is shared."""
-
-SLICES = 8
-"""Ranks that share the experts where the load is a slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +32,8 @@ class SwigluVariant:
 @dataclass(frozen=True, slots=True)
 class MoeShape:
     """The axes of one case. `clamp` is 0 if the case has none. `bf16`: activations are bf16, else NVFP4. `sms`: those
-    that persistent CTAs are launched for, if not those of the device. `expected_routes`: what comes to this rank, as
-    whoever calls it knows."""
+    that persistent CTAs are launched for, if not those of the device. `expected_routes`: see
+    megamoe.codec.routing."""
 
     hidden: int
     intermediate: int
@@ -78,7 +76,7 @@ class MoeShape:
             stage=str(case["stage"]),
             bf16=case["activations"] == "bf16",
             sms=None if case["sms"] is None else case.int("sms"),
-            expected_routes=_expected_routes(case),
+            expected_routes=expected_routes(case),
         )
 
     @property
@@ -96,10 +94,3 @@ class MoeShape:
         """Rows of a tensor of expert rows: what the spec gives a stage by itself, what a layer needs in workspaces."""
         whole = (self.routes + (TILE_M - 1) * self.num_experts) // TILE_M * TILE_M
         return self.row_tiles * TILE_M if self.stage == "layer" else whole
-
-
-def _expected_routes(case: Case) -> int:
-    """Of a slice, those to shared experts and an equal part of the others."""
-    tokens, shared = case.int("tokens"), case.int("shared")
-    routes = tokens * (case.int("topk") - shared)
-    return tokens * shared + (-(-routes // SLICES) if case["load"] == "slice" else routes)

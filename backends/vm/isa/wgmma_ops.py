@@ -22,7 +22,7 @@ from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.isa.ring_ops import check_multiplied
 from backends.vm.isa.tensor_operands import hidden_units
 from backends.vm.machine.access import uniform
-from backends.vm.machine.code import Key, Wait, index_of
+from backends.vm.machine.code import Key, RowIndex, Wait, index_of
 from backends.vm.machine.engine import submit
 from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters, spread
 from backends.vm.machine.warp import Warp
@@ -52,7 +52,6 @@ from backends.vm.tensor.sparsity import Granularity, codes_in_registers, dense, 
 
 Float32 = npt.NDArray[np.float32]
 Fetch = Callable[[], Float32]
-Rows = slice | npt.NDArray[np.intp]
 Places = npt.NDArray[np.int64]
 
 ROWS = 16
@@ -312,14 +311,14 @@ def _smem_a(warp: Warp, raw: int, form: _Form, reads: int) -> _Operand:
     return _smem(warp, raw, 64, form.bits, form.stored_k, form.major_a, form.a_type, reads, "A", part)
 
 
-def _registers_a(warp: Warp, rows: Rows, form: _Form) -> _Operand:
+def _registers_a(warp: Warp, rows: RowIndex, form: _Form) -> _Operand:
     return _Operand(lambda: to_float32(to_matrix(warp.registers.words[rows], form.operand_a), form.a_type))
 
 
 def _performer(
     warp: Warp,
     part: Part,
-    rows: Rows,
+    rows: RowIndex,
     fragment: Fragment,
     form: _Form,
     a: Fetch,

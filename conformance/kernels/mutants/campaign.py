@@ -159,7 +159,8 @@ class Subject:
         """The program on few CTAs, by their number."""
         if self._few is None:
             first = self.built[0]
-            made = on_few_ctas(self.backend, self.target, first.spec, first.case, first.program.ptx)
+            build = partial(program_of, self.backend, self.target)
+            made = on_few_ctas(build, first.spec, first.case, first.program.ptx)
             self._few = {
                 count: Subject(self.backend, self.target, self.op, [Built(first.spec, *one) for one in some])
                 for count, some in made.items()
@@ -361,7 +362,7 @@ def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ct
     yield [*judged[:1], *reversed(each.values()), *telling[-1:], *told]
     lazy = [_Turn(*one, schedule) for one in few[:1] for schedule in others[:1]]
     rest = [turn for turn in alike if turn not in each.values()]
-    yield [*telling[:-1], *judged[max(1, len(judged) - 1) if few else 1 :], *rest, *lazy, *late]
+    yield [*telling[:-1], *(judged[1:][-1:] if few else judged[1:]), *rest, *lazy, *late]
 
 
 def killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
@@ -408,6 +409,7 @@ class UntilNew(Findings):
 
     def add(self, fault: Fault, *, ends: bool) -> None:
         """Take a fault, and raise it if it is new."""
+        # A class that is made anew for its slots has no super() of its own on Python 3.11.
         Findings.add(self, fault, ends=ends)
         if not ends and self.is_new(fault):
             raise fault

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 
 from conformance import ROOT
@@ -39,6 +38,7 @@ from conformance.kernels.mutants.table import (
     Reason,
     drops_table,
     equivalent,
+    excuses,
     kind_of,
     reason_of,
     reasons,
@@ -114,8 +114,11 @@ def _campaign(options: argparse.Namespace, given: Sequence[str]) -> int:
         raise ValueError("no program with PTX is selected, so there is nothing to change")
     record.append(_call(given, len(todo)))
     again, ran, unexplained = options.again or options.holes, set[str](), 0
-    argued = partial(excused, known=known)
     schedules = tuple(options.schedule or SCHEDULES)
+
+    def argued(survivor: Outcome) -> bool:
+        return excuses(reason_of(survivor, known))
+
     for at, outcome in run(todo, record, schedules, options.seconds, again=again, argued=argued):
         ran.add(outcome.id)
         unexplained += not outcome.killed and blamed(outcome, known)
@@ -125,12 +128,6 @@ def _campaign(options: argparse.Namespace, given: Sequence[str]) -> int:
     holes = len(record.results) - killed - same
     print(f"{record.path}: {killed} killed, {same} equivalent, {holes} holes; {left} of this call are left to run")
     return int(bool(unexplained))
-
-
-def excused(survivor: Outcome, known: Sequence[Reason]) -> bool:
-    """Whether a survivor is equivalent for a reason that is known."""
-    why = reason_of(survivor, known)
-    return why is not None and why.verdict == "equivalent"
 
 
 def blamed(survivor: Outcome, known: Sequence[Reason]) -> bool:

@@ -9,9 +9,10 @@ conformance/kernels/cutedsl/test_moe.py and test_sm90_moe.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
-from megamoe.contract import AxisValue, Case, HostProgram, Program, UnsupportedError, load_backend
+from megamoe.contract import AxisValue, Case, HostProgram, Program
 from megamoe.spec.spec import Spec
 
 COUNTS = (1, 3)
@@ -33,23 +34,25 @@ SEQUENCES, KEYS = 4, {64: 500, 128: 400, 256: 300, 512: 200}
 """Sequences and, by head dimension, their keys, with which CuTeDSL's attention on one CTA fills its rings twice."""
 
 Sized = tuple[Case, Program | HostProgram]
+Build = Callable[[Case], Program | HostProgram | None]
+"""Of a backend and a target; None for a case without a program."""
 
 
-def on_few_ctas(backend: str, target: str, spec: Spec, case: Case, text: str) -> dict[int, list[Sized]]:
+def on_few_ctas(build: Build, spec: Spec, case: Case, text: str) -> dict[int, list[Sized]]:
     """Programs by their CTAs, of cases like `case` that build `text`; none where there is no such case.
 
     A grouped GEMM: skewed if that builds `text`, of the first of TOKENS and SIZES that do, and on one CTA of SHORT too.
     Attention: SEQUENCES of KEYS on one CTA.
     """
     if case.op == "fmha":
-        return _attention(backend, target, spec, case, text)
+        return _attention(build, spec, case, text)
     stage = str(case["stage"]) if case.op == "nvfp4_moe" else ""
     if stage not in SHORT:
         return {}
 
     def of(size: tuple[int, int], load: AxisValue, tokens: int, count: int) -> Sized | None:
         sized = spec.vary(case, hidden=size[0], intermediate=size[1], load=load, tokens=tokens)
-        return _on(backend, target, spec, sized, count, text)
+        return _on(build, spec, sized, count, text)
 
     own = case.int("tokens")
     fewer = (*(tokens for tokens in TOKENS if tokens < own), own)
@@ -62,21 +65,18 @@ def on_few_ctas(backend: str, target: str, spec: Spec, case: Case, text: str) ->
     return {}
 
 
-def _attention(backend: str, target: str, spec: Spec, case: Case, text: str) -> dict[int, list[Sized]]:
+def _attention(build: Build, spec: Spec, case: Case, text: str) -> dict[int, list[Sized]]:
     if case["ragged"]:
         return {}
     sized = spec.vary(case, s_k=KEYS[case.int("hd")], batch=SEQUENCES)
-    one = _on(backend, target, spec, sized, 1, text)
+    one = _on(build, spec, sized, 1, text)
     return {1: [one]} if one is not None else {}
 
 
-def _on(backend: str, target: str, spec: Spec, case: Case, count: int, text: str) -> Sized | None:
+def _on(build: Build, spec: Spec, case: Case, count: int, text: str) -> Sized | None:
     """`case` for so many SMs; None where that is another text, or changes nothing."""
-    few, built = spec.vary(case, sms=count), load_backend(backend)
-    try:
-        whole, program = (built.build(one, "sm_90a" if target == "sm_90a" else "sm_100a") for one in (case, few))
-    except UnsupportedError:
-        return None
-    if not isinstance(program, (Program, HostProgram)) or program.ptx != text or program == whole:
+    few = spec.vary(case, sms=count)
+    program = build(few)
+    if program is None or program.ptx != text or program == build(case):
         return None
     return few, program

@@ -257,9 +257,9 @@ class Stage:
         part.write_text(json.dumps(list(self.answers.values())))
         part.replace(whole)
 
-    def perform(self) -> None:
-        """Until all is done."""
-        threads = [Thread(target=self._work) for _ in range(self.processes)]
+    def perform(self, processes: int | None = None) -> None:
+        """Until all is done, by so many processes side by side if not by all."""
+        threads = [Thread(target=self._work) for _ in range(processes or self.processes)]
         for one in threads:
             one.start()
         for one in threads:
@@ -271,9 +271,7 @@ class Stage:
             if self.answers.get((ALONE, one), {}).get("status") == "hang":
                 del self.answers[ALONE, one]
                 self.jobs.append((ALONE, [one]))
-        side_by_side, self.processes = self.processes, 1
-        self.perform()
-        self.processes = side_by_side
+        self.perform(processes=1)
 
     def _work(self) -> None:
         while time.monotonic() < self.deadline:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from conformance import ROOT
 from conformance.kernels.mutants.campaign import DROPPED, SCHEDULES, Outcome, Record
@@ -98,9 +98,14 @@ def survivors(record: Record, known: Sequence[Reason]) -> list[tuple[Outcome, Re
     return [(one, reason_of(one, known)) for one in record.results if not one.killed]
 
 
+def excuses(why: Reason | None) -> TypeGuard[Reason]:
+    """Whether a survivor of this reason is equivalent."""
+    return why is not None and why.verdict == "equivalent"
+
+
 def equivalent(told: Iterable[tuple[Outcome, Reason | None]]) -> set[str]:
     """Ids of survivors that no run on silicon can tell."""
-    return {one.id for one, why in told if why is not None and why.verdict == "equivalent"}
+    return {one.id for one, why in told if excuses(why)}
 
 
 def table(record: Record, known: Sequence[Reason], *, ours: bool = True) -> str:
@@ -262,7 +267,7 @@ def _holes(told: Sequence[tuple[Outcome, Reason | None]]) -> list[str]:
 def _equivalents(told: Sequence[tuple[Outcome, Reason | None]]) -> list[str]:
     groups: dict[str, list[Outcome]] = {}
     for one, why in told:
-        if why is not None and why.verdict == "equivalent":
+        if excuses(why):
             groups.setdefault(why.why, []).append(one)
     return [
         f"| {why} | {len(members)} | {', '.join(sorted({one.kind for one in members}))} |"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -337,7 +338,8 @@ def test_few_ctas_build_the_same_text_and_take_several_tiles(backend: str) -> No
         if isinstance(program, Program):
             assert program.launches[-1].grid == (count, 1, 1), f"{program.launches[-1].grid} CTAs, not {count}"
     spec = load_specs(None)["nvfp4_moe"]
-    assert not on_few_ctas(backend, "sm_90a", spec, spec.vary(few.built[0].case, stage="combine"), "")
+    build = partial(program_of, backend, "sm_90a")
+    assert not on_few_ctas(build, spec, spec.vary(few.built[0].case, stage="combine"), "")
 
 
 def test_a_kernel_that_does_not_read_how_many_sms_there_are_has_nothing_on_few_ctas(subject: Subject) -> None:

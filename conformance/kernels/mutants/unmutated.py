@@ -145,7 +145,13 @@ def watch(record: Watch, rows: int, seconds: float | None = None) -> Iterator[Wa
     for cases of which a backend builds another text by now, under the orders that it had."""
     begun = time.process_time()
     specs = load_specs(None)
+
+    def over() -> bool:
+        return seconds is not None and time.process_time() - begun > seconds
+
     for one in [each for each in record.results if each.rows]:
+        if over():
+            return
         case = specs[one.case.partition(":")[0]].parse_case(one.case)
         program = program_of(one.backend, one.target, case)
         if program is not None and program_id(program.ptx) != one.text:
@@ -153,7 +159,7 @@ def watch(record: Watch, rows: int, seconds: float | None = None) -> Iterator[Wa
             record.append(watched(one.backend, one.target, Built(specs[case.op], case, program), orders))
             yield record.by_id[one.id]
     for place, (backend, target, case) in enumerate(candidates()):
-        if record.rows >= rows or (seconds is not None and time.process_time() - begun > seconds):
+        if record.rows >= rows or over():
             return
         if (backend, target, case.id) in record.by_id:
             continue

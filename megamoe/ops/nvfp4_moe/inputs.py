@@ -22,16 +22,12 @@ from megamoe.codec.nvfp4 import (
     swizzle_scales,
     unswizzle_scales,
 )
-from megamoe.codec.routing import expert_rows, routing
+from megamoe.codec.routing import EP_RANKS, expert_rows, routing
 from megamoe.ops import Sample, distribution_of
 from megamoe.spec.draws import counted_normal, generator, normal, uniform
 
 if TYPE_CHECKING:
     from megamoe.contract import Case
-
-
-# Ranks of the EP group of `load=slice`: 384 experts on 8 ranks are 48 a rank, 256 are 32.
-EP_RANKS: Final = 8
 
 
 def draw_topk_ids(case: Case) -> torch.Tensor:
