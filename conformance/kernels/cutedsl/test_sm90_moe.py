@@ -24,6 +24,7 @@ from backends.cutedsl.sm90_moe.plan import (
 from backends.cutedsl.sm90_moe.program import moe_program
 from conformance.kernels.cutedsl.execution import counters, made, outputs, without
 from conformance.kernels.laws.law import inputs_of, spec_of
+from megamoe.codec import routing
 from megamoe.contract import Case, HostProgram
 from megamoe.judge.comparison import compared, expected_of
 
@@ -80,6 +81,13 @@ def test_every_distribution_of_routes_fits_the_table_of_column_tiles(routes: int
             counts = [routes - sum(rest), *rest]
             needed = sum(-(-count // width) for count in counts)
             assert needed <= most, f"{counts} routes need {needed} tiles of {width} columns; the table holds {most}"
+
+
+@pytest.mark.parametrize("axes", ["", ",load=slice", ",load=slice,shared=1", ",load=skewed,shared=2"])
+def test_a_kernel_expects_the_routes_that_others_expect(axes: str) -> None:
+    """It has a rule of its own: what it imports of another room is in no key of the cache."""
+    case = case_of(f"hidden=128,intermediate=128,num_experts=16,tokens=21,topk=3{axes}")
+    assert sm90.expected_routes(case) == routing.expected_routes(case), f"{case.id}: the column tile is of other loads"
 
 
 @pytest.mark.parametrize("mean", [11, 21, 43, 85, 128, 171, 600])
