@@ -227,7 +227,7 @@ def test_a_search_finds_the_case_that_a_matrix_lacks(program: Subject) -> None:
     (launch, *_) = whole.launches
     at = next(at for at, arg in enumerate(launch.args) if isinstance(arg, TensorMapArg) and len(arg.dims) == 3)
     short = Mutant("short", "tensor-map", 0, "heads", "heads - 1", launch=LaunchEdit(0, at, "dims", 2, -1))
-    effort = Effort(examples=15, seconds=0.4, schedules=("eager",))
+    effort = Effort(examples=15, seconds=1.0, schedules=("eager",))
     assert not examine(alone, short, ("eager",), ask_assemblers=False).killed, "the matrix has a case for it already"
     found = hunt(alone, short, effort)
     assert found.killer is not None, f"nothing of {list(found.tried)} kills {short.id}"
@@ -424,9 +424,8 @@ def test_a_torn_record_that_is_written_anew_is_appended_to(tmp_path: Path) -> No
 _WRITER = """
 import sys
 from pathlib import Path
-from conformance.kernels.mutants.journal import Ran
-from conformance.kernels.mutants.unmutated import Watch
-record = Watch(Path(sys.argv[1]))
+from conformance.kernels.mutants.journal import Journal, Ran
+record = Journal(Ran, Path(sys.argv[1]))
 print("read", flush=True)
 sys.stdin.readline()
 record.append(Ran("--unmutated 2", "abc", "2026-11-22 04:47 UTC", 2))
