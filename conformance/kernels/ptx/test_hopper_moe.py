@@ -285,5 +285,12 @@ def test_an_epilogue_stages_what_is_left_of_an_odd_width(stage: str) -> None:
     assert verdict.passed, f"{axes}: {verdict.sentence}"
 
 
+def test_two_warpgroups_where_four_leave_most_sms_idle() -> None:
+    """192 tiles of 256 rows are two rounds of 132 SMs, 384 of 128 rows are three of half as long."""
+    for experts, warpgroups in ((1, 4), (5, 4), (8, 2), (48, 4)):
+        found = ColumnTiling.of(8, 6144, experts=experts).warpgroups
+        assert found == warpgroups, f"{experts} experts of 6144 rows: {found} warpgroups, where {warpgroups} take less"
+
+
 def test_the_declared_version_is_the_lowest() -> None:
     assert PTX_VERSION == (8, 0), "wgmma and cp.async.bulk appeared in PTX ISA 8.0"
