@@ -31,7 +31,7 @@ from megamoe.judge.comparison import compared, expected_of
 MAX_SMEM, SM_REGISTERS = 227 * 1024, 1 << 16
 OPERAND_REGISTERS = 80
 """Two blocks of A, 16 words each, and what they are unpacked from; addresses and descriptors."""
-PLANS = [Sm90MoePlan(width, swiglu) for width in WIDTHS for swiglu in (True, False)]
+PLANS = [Sm90MoePlan(width, swiglu, bf16) for bf16 in WIDTHS for width in WIDTHS[bf16] for swiglu in (True, False)]
 L2 = "hidden=128,intermediate=1280,num_experts=3,tokens=9,stage=l2"
 """Three tiles for two CTAs, each of more stages than a ring has; the second panel of a tile is past the end of W."""
 W4A16 = "hidden=384,intermediate=128,num_experts=3,tokens=12,topk=2,activations=bf16,stage=l1,inputs=full_range"
@@ -90,6 +90,12 @@ def test_a_kernel_expects_the_routes_that_others_expect(axes: str) -> None:
     assert sm90.expected_routes(case) == routing.expected_routes(case), f"{case.id}: the column tile is of other loads"
 
 
+def test_a_tile_of_more_than_128_columns_is_of_f16_alone() -> None:
+    """A kernel of as many columns that takes bf16 tokens has a stack."""
+    assert width_for(6144, 48, balanced=False) == 152, "128 rows an expert come by chance: most fit in one such tile"
+    assert width_for(6144, 48, balanced=False, bf16=True) <= 128, "a bf16 kernel of 152 columns spills"
+
+
 @pytest.mark.parametrize("mean", [11, 21, 43, 85, 128, 171, 600])
 def test_most_columns_hold_a_row(mean: int) -> None:
     """A wide tile takes as long as its columns. Loads as they come by chance, so some experts have more than most."""
@@ -110,7 +116,7 @@ def test_an_epilogue_stages_what_is_left_of_a_width() -> None:
 
 @pytest.mark.parametrize("stage", ["l1", "l2"])
 def test_no_kernel_uses_local_memory(stage: str) -> None:
-    for kernel, resources in made(lambda: sm90.compiled(stage, WIDTHS[-1])).resources.items():
+    for kernel, resources in made(lambda: sm90.compiled(stage, WIDTHS[False][-1])).resources.items():
         assert resources.stack == 0, f"{kernel} has {resources.stack} bytes of stack a thread"
 
 
