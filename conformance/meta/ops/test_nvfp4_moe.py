@@ -232,7 +232,7 @@ def test_rows_of_one_real_layer_share_its_weights_and_nothing_else(monkeypatch: 
         made = MOE.make_inputs(other)
         assert not torch.equal(made["w2_codes"][:4, :128].flatten(), first["w2_codes"].flatten()), f"another {what}"
     copies, alive = {name: tensor.clone() for name, tensor in first.items()}, weakref.ref(first["w1_codes"])
-    del first, made
+    del first
     assert alive() is None, "weights are kept that nobody has"
     again = MOE.make_inputs(case)
     assert all(torch.equal(again[name], copies[name]) for name in copies), "the bits depend on what was drawn before"
