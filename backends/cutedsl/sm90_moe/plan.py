@@ -44,9 +44,9 @@ ROW_BYTES = 2 * UNIT_K
 """A token in a unit, a span of the 128-byte swizzle."""
 TURN_UNITS = 2
 """Units that the multiplying loop takes at a time, each with registers of its own for A. K is a multiple of 128."""
-WIDTHS = {False: range(8, 160, 8), True: range(8, 136, 8)}
-"""What wgmma takes, by whether tokens are bf16, as far as the accumulators of two blocks leave a thread room for the
-rest: beyond 152 an f16 kernel is slower, beyond 128 a bf16 one, whose weights take more to unpack, has a stack."""
+WIDTHS, BF16_WIDTHS = range(8, 160, 8), range(8, 136, 8)
+"""What wgmma takes, as far as the accumulators of two blocks leave a thread room for the rest: 160 columns of f16 take
+longer than 152 (h200-moe-forms.json), and 136 of bf16, whose weights take more to unpack, have a stack."""
 FEW_COLUMNS = 64
 """The widest column tile with two units a stage: those of wider ones would leave too few stages."""
 TILE_COLUMNS, UNIT_COLUMNS = 93, 25
@@ -158,7 +158,7 @@ def width_for(routes: int, num_experts: int, balanced: bool, bf16: bool = False)
         columns = TILE_COLUMNS + width + (UNIT_COLUMNS if width > FEW_COLUMNS else 0)
         return likely_tiles(mean, deviation, width) * columns
 
-    return min(WIDTHS[bf16], key=cost)
+    return min(BF16_WIDTHS if bf16 else WIDTHS, key=cost)
 
 
 def likely_tiles(mean: float, deviation: float, width: int) -> float:

@@ -87,7 +87,7 @@ _PACKED: Final = ("w1_packed", "w2_packed")
 _PREPARED: Final = ("layer", "l1", "l2")
 """Stages whose weights are repacked."""
 SLICES: Final = 8
-ANY_WIDTH: Final = WIDTHS[False][0]
+ANY_WIDTH: Final = WIDTHS[0]
 """Of the plan of the other stages, which have no GEMM."""
 
 

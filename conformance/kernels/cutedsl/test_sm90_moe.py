@@ -11,6 +11,7 @@ import torch
 
 from backends.cutedsl.sm90_moe import program as sm90
 from backends.cutedsl.sm90_moe.plan import (
+    BF16_WIDTHS,
     BLOCK_BYTES,
     BLOCK_ROWS,
     CODES_BYTES,
@@ -31,7 +32,12 @@ from megamoe.judge.comparison import compared, expected_of
 MAX_SMEM, SM_REGISTERS = 227 * 1024, 1 << 16
 OPERAND_REGISTERS = 80
 """Two blocks of A, 16 words each, and what they are unpacked from; addresses and descriptors."""
-PLANS = [Sm90MoePlan(width, swiglu, bf16) for bf16 in WIDTHS for width in WIDTHS[bf16] for swiglu in (True, False)]
+PLANS = [
+    Sm90MoePlan(width, swiglu, bf16)
+    for bf16, widths in ((False, WIDTHS), (True, BF16_WIDTHS))
+    for width in widths
+    for swiglu in (True, False)
+]
 L2 = "hidden=128,intermediate=1280,num_experts=3,tokens=9,stage=l2"
 """Three tiles for two CTAs, each of more stages than a ring has; the second panel of a tile is past the end of W."""
 W4A16 = "hidden=384,intermediate=128,num_experts=3,tokens=12,topk=2,activations=bf16,stage=l1,inputs=full_range"
@@ -116,7 +122,7 @@ def test_an_epilogue_stages_what_is_left_of_a_width() -> None:
 
 @pytest.mark.parametrize("stage", ["l1", "l2"])
 def test_no_kernel_uses_local_memory(stage: str) -> None:
-    for kernel, resources in made(lambda: sm90.compiled(stage, WIDTHS[False][-1])).resources.items():
+    for kernel, resources in made(lambda: sm90.compiled(stage, WIDTHS[-1])).resources.items():
         assert resources.stack == 0, f"{kernel} has {resources.stack} bytes of stack a thread"
 
 
