@@ -87,6 +87,7 @@ class Outcome:
     `same_code`: whether an assembler makes the same machine code of it; None where it was not asked. `reached`, of a
     survivor: whether a case with its findings collected executes the line that it changes; None for one of a launch.
     `smoke`: the check that kills it in a row of the profile smoke, "" for none; None where `smoked` has not asked.
+    `seconds`: processor time, without that of the program itself, which is run once for all its mutants.
     """
 
     id: str
@@ -167,6 +168,7 @@ class Subject:
     _collections: dict[tuple[str, str], Collection] = field(default_factory=dict[tuple[str, str], Collection])
     _code: Mapping[str, str | None] | None = None
     _few: Mapping[int, Subject] | None = None
+    _spent: float = 0.0
 
     @property
     def few(self) -> Mapping[int, Subject]:
@@ -193,6 +195,11 @@ class Subject:
         """Backend, target, op and the first digits of the text's SHA-256, with the first case that builds it."""
         return f"{self.backend} {self.target} {self.built[0].case.id} {program_id(self.built[0].program.ptx)}"
 
+    @property
+    def spent(self) -> float:
+        """Processor time of the runs of the program itself so far, on few CTAs too."""
+        return self._spent + sum(one.spent for one in (self._few or {}).values())
+
     def baseline(self, built: Built, schedule: str) -> _Baseline:
         """What the program itself does. ValueError if it does not pass: then no kill means anything."""
         key = (built.case.id, schedule)
@@ -205,6 +212,7 @@ class Subject:
             else:
                 check, sentence, counters = verdict(built, built.program, RunOptions(schedule=schedule), recorder(tape))
                 seconds = time.process_time() - begun
+                self._spent += seconds
             if check:
                 raise ValueError(f"{self.name} itself does not pass on {built.case.id}, {schedule}: {sentence}")
             self._baselines[key] = _Baseline(counters, seconds, tape)
@@ -217,6 +225,7 @@ class Subject:
             begun, tape = time.process_time(), Tape()
             found = collected(built, built.program, RunOptions(schedule=schedule), listening=recorder(tape))
             self._collections[key] = replace(found, tape=tape, seconds=time.process_time() - begun)
+            self._spent += self._collections[key].seconds
         return self._collections[key]
 
     def collects(self, built: Built) -> bool:
@@ -317,7 +326,7 @@ def examine(
     What is the same machine code, if assemblers are asked, or equivalent because it is `argued`, is left alone behind
     the first turns, or before them if nothing has to run for that. `few_ctas`: whether it runs on few, too.
     """
-    begun, runs = time.process_time(), 0
+    begun, runs = time.process_time() - subject.spent, 0
     about = (mutant.id, subject.name, mutant.kind, mutant.line, _short(mutant.before), _short(mutant.after))
     lived = Outcome(*about)
     if argued is not None and argued(lived):
@@ -328,7 +337,7 @@ def examine(
             check, sentence = look(turn.subject, turn.built, mutant, turn.schedule)
             runs += 1
             if check:
-                spent = round(time.process_time() - begun, 2)
+                spent = round(time.process_time() - subject.spent - begun, 2)
                 fate = (check, turn.built.case.id, turn.name, sentence[:160])
                 return Outcome(*about, *fate, same_code=lived.same_code, runs=runs, seconds=spent)
         if lived.reached is None and mutant.line:
@@ -342,7 +351,7 @@ def examine(
         if lived.same_code:
             lived = replace(lived, reached=None)
             break
-    return replace(lived, runs=runs, seconds=round(time.process_time() - begun, 2))
+    return replace(lived, runs=runs, seconds=round(time.process_time() - subject.spent - begun, 2))
 
 
 @dataclass(frozen=True, slots=True)
