@@ -52,16 +52,17 @@ def on_few_ctas(build: Build, spec: Spec, case: Case, text: str) -> dict[int, li
     if stage not in SHORT:
         return {}
 
-    def of(size: tuple[int, int], load: AxisValue, tokens: int, count: int, **more: AxisValue) -> Sized | None:
-        sized = spec.vary(case, hidden=size[0], intermediate=size[1], load=load, tokens=tokens, **more)
+    def of(size: tuple[int, int], load: AxisValue, tokens: int, count: int) -> Sized | None:
+        sized = spec.vary(case, hidden=size[0], intermediate=size[1], load=load, tokens=tokens)
         return _on(build, spec, sized, count, text)
 
     own, experts = case.int("tokens"), case.int("num_experts")
-    alone = sorted({-(-own * case.int("topk") // experts), *ALONE, own})
+    fewest = sorted({-(-own * case.int("topk") // experts), *ALONE, own})
 
     def shortest(size: tuple[int, int]) -> Sized | None:
-        lone = (of(size, case["load"], tokens, 1, num_experts=1, topk=1) for tokens in alone)
-        return next((one for one in lone if one is not None), None)
+        lone = (spec.vary(case, hidden=size[0], intermediate=size[1], num_experts=1, topk=1, tokens=tokens)
+                for tokens in fewest)  # fmt: skip
+        return next((one for case in lone if (one := _on(build, spec, case, 1, text)) is not None), None)
 
     fewer = (*(tokens for tokens in TOKENS if tokens < own), own)
     for load, tokens, size in product(dict.fromkeys(("skewed", case["load"])), fewer, SIZES):
