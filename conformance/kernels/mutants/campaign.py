@@ -25,7 +25,17 @@ from backends.vm.rules import COUNTERS
 from conformance.kernels.mutants.few_ctas import on_few_ctas
 from conformance.kernels.mutants.journal import Journal
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
-from megamoe.contract import Case, HostProgram, Program, RunOptions, UnsupportedError, load_backend, load_executor
+from conformance.kernels.mutants.replay import Tape, player, recorder
+from megamoe.contract import (
+    Case,
+    Executor,
+    HostProgram,
+    Program,
+    RunOptions,
+    UnsupportedError,
+    load_backend,
+    load_executor,
+)
 from megamoe.contract.assembly import assembled
 from megamoe.judge.guarded import GuardedCase, GuardedRun
 from megamoe.judge.judge import Expected, compared, complaints, expected_of
@@ -130,15 +140,18 @@ def _expected(case: Case) -> Expected:
 class _Baseline:
     counters: Mapping[str, int]
     seconds: float
+    tape: Tape
 
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """What a run that collects tells: its findings, the PTX lines that it executed, and what came of it."""
+    """What a run that collects tells: its findings, the PTX lines that it executed, what came of it, and its launches
+    if they were taped."""
 
     found: tuple[Fault, ...]
     lines: frozenset[int]
     ran: GuardedRun
+    tape: Tape = field(default_factory=Tape)
 
 
 @dataclass(slots=True)
@@ -183,18 +196,20 @@ class Subject:
         """What the program itself does. ValueError if it does not pass: then no kill means anything."""
         key = (built.case.id, schedule)
         if key not in self._baselines:
-            begun = time.process_time()
-            check, sentence, counters = verdict(built, built.program, RunOptions(schedule=schedule))
+            begun, tape = time.process_time(), Tape()
+            check, sentence, counters = verdict(built, built.program, RunOptions(schedule=schedule), recorder(tape))
             if check:
                 raise ValueError(f"{self.name} itself does not pass on {built.case.id}, {schedule}: {sentence}")
-            self._baselines[key] = _Baseline(counters, time.process_time() - begun)
+            self._baselines[key] = _Baseline(counters, time.process_time() - begun, tape)
         return self._baselines[key]
 
     def collection(self, built: Built, schedule: str) -> Collection:
         """What a run of the program itself that collects tells."""
         key = (built.case.id, schedule)
         if key not in self._collections:
-            self._collections[key] = collected(built, built.program, RunOptions(schedule=schedule))
+            tape = Tape()
+            found = collected(built, built.program, RunOptions(schedule=schedule), listening=recorder(tape))
+            self._collections[key] = replace(found, tape=tape)
         return self._collections[key]
 
     def collects(self, built: Built) -> bool:
@@ -335,7 +350,8 @@ class _Turn:
 
 
 def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ctas: bool) -> Iterator[list[_Turn]]:
-    """The runs of a mutant: first those after which an argument is heard, then the others.
+    """The runs of a mutant: first those after which an argument is heard, then the others. Few CTAs go by size: where
+    only a long case executes a line on one, it is shorter on three.
 
     Of what orders, in the record of 979 that died: 713 on the cheapest case, 119 on few CTAs, where rings wrap, 89 on
     another case (one of them of a program that runs on few CTAs), 48 as findings were collected, and 10 under the other
@@ -359,7 +375,7 @@ def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ct
         return
     each = {turn.name: turn for turn in reversed(alike)}
     told = [_Turn(*one, first, True) for one in few[:1]]
-    yield [*judged[:1], *reversed(each.values()), *telling[-1:], *told]
+    yield [*judged[:1], *sorted(each.values(), key=lambda turn: (turn.built.size, turn.name)), *telling[-1:], *told]
     lazy = [_Turn(*one, schedule) for one in few[:1] for schedule in others[:1]]
     rest = [turn for turn in alike if turn not in each.values()]
     yield [*telling[:-1], *(judged[1:][-1:] if few else judged[1:]), *rest, *lazy, *late]
@@ -368,9 +384,9 @@ def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ct
 def killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
     """The check that kills a mutant on one case under one schedule, as a row is judged, and its sentence; or "", ""."""
     whole = subject.baseline(built, schedule)
-    with _limited(whole) as steps:
+    with _limited(whole) as steps, _as_changed(whole.tape, built.program, mutant) as (program, executor):
         options = RunOptions(schedule=schedule, step_budget=steps)
-        check, sentence, counters = verdict(built, mutant.of(built.program), options)
+        check, sentence, counters = verdict(built, program, options, executor)
     return (check, sentence) if check else _findings(counters, whole.counters)
 
 
@@ -386,11 +402,13 @@ def _limited(whole: _Baseline) -> Iterator[int]:
 def _found_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
     """The first finding that the program itself has not, which ends the run. What ends it otherwise counts where the
     case is judged."""
-    findings = UntilNew(own=frozenset(one.site for one in subject.collection(built, schedule).found))
-    with _limited(subject.baseline(built, schedule)) as steps:
+    whole = subject.collection(built, schedule)
+    findings = UntilNew(own=frozenset(one.site for one in whole.found))
+    limited, changed = _limited(subject.baseline(built, schedule)), _as_changed(whole.tape, built.program, mutant)
+    with limited as steps, changed as (program, listening):
         options = RunOptions(schedule=schedule, step_budget=steps)
         try:
-            found = collected(built, mutant.of(built.program), options, findings)
+            found = collected(built, program, options, findings, listening)
         except Exception as error:
             return _ended_by(error)
     new = [one for one in found.found if findings.is_new(one)]
@@ -415,11 +433,27 @@ class UntilNew(Findings):
             raise fault
 
 
+@contextmanager
+def _as_changed(
+    tape: Tape, program: Program | HostProgram, mutant: Mutant
+) -> Iterator[tuple[Program | HostProgram, machine.VmExecutor]]:
+    """What runs in the place of a mutant: `program`, of which only the changed kernel is run, or all of the mutant."""
+    if (playing := player(tape, program, mutant)) is not None:
+        yield program, playing
+        return
+    with parsed_nowhere():
+        yield mutant.of(program), machine.VmExecutor()
+
+
 def collected(
-    built: Built, program: Program | HostProgram, options: RunOptions, findings: Findings | None = None
+    built: Built,
+    program: Program | HostProgram,
+    options: RunOptions,
+    findings: Findings | None = None,
+    listening: machine.VmExecutor | None = None,
 ) -> Collection:
     """A run that goes on after what the machine can go on after, unless `findings` ends it."""
-    listening = machine.VmExecutor()
+    listening = listening or machine.VmExecutor()
     listening.findings = found = Findings() if findings is None else findings
     ran = GuardedCase(built.spec, built.case, listening, built.expected.inputs).run(program, options)
     return Collection(tuple(found.by_site.values()), listening.lines_run, ran)
@@ -434,9 +468,11 @@ def _short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:120]} ... {text[-70:]}"
 
 
-def verdict(built: Built, program: Program | HostProgram, options: RunOptions) -> tuple[str, str, Mapping[str, int]]:
+def verdict(
+    built: Built, program: Program | HostProgram, options: RunOptions, executor: Executor | None = None
+) -> tuple[str, str, Mapping[str, int]]:
     """What a judge says: the check that fails and its sentence, or two empty strings; and the counters of the run."""
-    guarded = GuardedCase(built.spec, built.case, load_executor("vm"), built.expected.inputs)
+    guarded = GuardedCase(built.spec, built.case, executor or load_executor("vm"), built.expected.inputs)
     try:
         ran = guarded.run(program, options)
     except Exception as error:
@@ -541,8 +577,7 @@ def run(
             continue
         if seconds is not None and time.process_time() - begun > seconds:
             return
-        with parsed_nowhere():
-            outcome = examine(subject, mutant, schedules, argued=None if again else argued)
+        outcome = examine(subject, mutant, schedules, argued=None if again else argued)
         if (known := record.by_id.get(mutant.id)) is not None:
             outcome = replace(outcome, smoke=known.smoke)
         record.append(outcome)
