@@ -92,13 +92,10 @@ class Noting(Machine):
 
 def noted(built: Built, program: Program | HostProgram) -> tuple[Noting, tuple[str, ...]]:
     """What `program` asks of a machine on the inputs of a case, and the names of the outputs."""
-    before, vm.Machine = vm.Machine, Noting
-    try:
-        inputs = reference(built.case.op).make_inputs(built.case)
-        guarded = GuardedCase(built.spec, built.case, vm.VmExecutor(), inputs)
-        guarded.run(program)
-    finally:
-        vm.Machine = before
+    executor = vm.VmExecutor()
+    executor.machines = Noting
+    guarded = GuardedCase(built.spec, built.case, executor, reference(built.case.op).make_inputs(built.case))
+    guarded.run(program)
     return Noting.latest, tuple(guarded.arena.outputs)
 
 
