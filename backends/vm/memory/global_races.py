@@ -300,16 +300,16 @@ class GlobalRaces:
         line: int,
         *,
         strong: bool,
-        by_lane: bool = True,
-        lanes: Addresses | None = None,
-        bulk: bool = False,
+        lanes: Addresses | None,
         values: Bytes | None = None,
     ) -> None:
-        """As `read`, for a write at PTX `line`. A `strong` one races with nothing of its own launch.
+        """As `read`, for a write at PTX `line` by `lanes`, or a bulk copy (None). A `strong` one races with nothing of
+        its own launch.
 
         `values` [n, size] is what a thread is about to write: of threads that write what lies there already, one after
         the other, the outcome is defined (PTX ISA 8.7.2).
         """
+        by_lane = lanes is not None
         if self.chain.before:
             self.chain.check(buffer, addresses, size, warp.clock, writes=True, by_lane=by_lane)
         shadow = self._shadow(buffer)
@@ -319,9 +319,9 @@ class GlobalRaces:
             self._check(shadow, granules, shadow.reader, buffer, warp, "is overwritten", by_lane)
             for marks in (shadow.writer, shadow.reader):
                 self._check_acquired(shadow, granules, marks, buffer, warp, "is overwritten", lanes, by_lane)
-            if bulk and self.stored:
+            if not by_lane and self.stored:
                 self._check_fenced(shadow, granules, buffer, warp, "overwrites")
-        self.stored |= not bulk
+        self.stored |= by_lane
         shadow.writer[granules] = warp.agents.mark | stamp
         shadow.line[granules] = line
         shadow.lanes.note(granules, lanes, 0 if strong or lanes is None else warp.meetings)
@@ -373,7 +373,7 @@ class GlobalRaces:
             stamps = np.concatenate([np.full((addresses.size, 1), stamp, np.int64) for addresses, stamp in same])
             buffer = memory.holding(int(addresses[0]))
             if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
-                self.write(buffer, addresses, size, warp, stamps, line, strong=strong, by_lane=False, bulk=True)
+                self.write(buffer, addresses, size, warp, stamps, line, strong=strong, lanes=None)
 
     def _shadow(self, buffer: Buffer) -> Shadow:
         found = self._shadows.get(buffer.base)
