@@ -28,8 +28,9 @@ import torch
 from conformance.gpu.probe import differences
 from megamoe.contract import AnyProgram, HostProgram, RunOptions, UnsupportedError, load_backend, load_executor
 from megamoe.judge.guarded import GuardedCase
+from megamoe.records.shards import Nth
 from megamoe.spec.load import load_specs
-from megamoe.spec.selection import Selection, owed_rows
+from megamoe.spec.selection import Selection, SelectionError, owed_rows
 from megamoe.spec.spec import Spec
 
 TARGET: Final = "sm_90a"
@@ -102,11 +103,10 @@ def compared(device: Mapping[Key, Left], machine: Mapping[Key, Left]) -> list[di
 
 
 def _run(given: argparse.Namespace) -> int:
-    index, count = given.part
     found: dict[Key, Left] = {}
     given.file.write_bytes(pickle.dumps(found))
     known = {(*_key(line), line["program_sha256"]) for line in _lines(given.known) if not _differs(line)}
-    for key in rows_of(given.op, given.profile, given.backend or BACKENDS)[index - 1 :: count]:
+    for key in rows_of(given.op, given.profile, given.backend or BACKENDS)[given.part.index - 1 :: given.part.count]:
         if (left := left_by(key, given.executor, known)) is not None:
             found[key] = left
             given.file.write_bytes(pickle.dumps(found))
@@ -114,11 +114,11 @@ def _run(given: argparse.Namespace) -> int:
     return sum(bool(left.fault) for left in found.values())
 
 
-def _part(text: str) -> tuple[int, int]:
-    index, _, count = text.partition("/")
-    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part; it is I/N with 1 <= I <= N")
-    return int(index), int(count)
+def _part(text: str) -> Nth:
+    try:
+        return Nth.parse(text)
+    except SelectionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _lines(record: Path | None) -> list[dict[str, Any]]:
