@@ -59,6 +59,7 @@ class _Findings(BundleContents):
     counters: Mapping[str, int] = field(default_factory=dict[str, int])
     input_sha256: Mapping[str, str] = field(default_factory=dict[str, str])
     artifact: Mapping[str, str] = field(default_factory=dict[str, str])
+    audit_host_seconds: float | None = None
 
     def conclude(self, status: Status, sentence: str) -> None:
         self.status, self.sentence = status, sentence
@@ -74,11 +75,15 @@ def _specs(folder: Path | None) -> dict[str, Spec]:
 _LAST: dict[tuple[Case, str], Expected] = {}
 
 
-def _expected(case: Case, home: str) -> Expected:
+def expected_for(case: Case, home: str) -> Expected:
     """Inputs, oracle and simulated reference of `case`, on the device `home`."""
     if (case, home) not in _LAST:
+        # Rows of one layer share its weights, for as long as somebody has them.
+        shared = [last.inputs for last in _LAST.values()]
         _LAST.clear()
-        _LAST[case, home] = expected_of(case, reference(case.op).make_inputs(case, home))
+        inputs = reference(case.op).make_inputs(case, home)
+        del shared
+        _LAST[case, home] = expected_of(case, inputs)
     return _LAST[case, home]
 
 
@@ -135,6 +140,7 @@ def judge(
             findings.input_sha256,
             bundle,
             findings.artifact,
+            findings.audit_host_seconds,
         ),
         host_seconds=time.perf_counter() - started,
         specs=specs,
@@ -148,7 +154,7 @@ def _investigate(row: Row, specs: Mapping[str, Spec], findings: _Findings, bench
     built = bench.runners.build(row, case, deadline)
     findings.ptx, findings.artifact = built.ptx, built.artifact
     assembling = _assembling(row, built, bench.assemblies)
-    expected = _expected(case, home_of(layouts_of(spec, case), bench.runners.device(row, deadline)))
+    expected = expected_for(case, home_of(layouts_of(spec, case), bench.runners.device(row, deadline)))
     findings.inputs, findings.oracle = expected.inputs, expected.oracle
     began = time.perf_counter()
     ran = bench.runners.run(row, built, (spec, case, expected.inputs), deadline)
@@ -167,7 +173,9 @@ def _investigate(row: Row, specs: Mapping[str, Spec], findings: _Findings, bench
         wrong = _unfit(row, built.ptx) or _refusals(assembling)
     passed = judgement.passed and not wrong
     if passed and isinstance(bench.runners, Processes) and bench.audits and bench.audits.due(row, seconds):
+        began = time.perf_counter()
         wrong = Audit(row, spec, expected, built, ran, bench.runners, deadline).complaint()
+        findings.audit_host_seconds = time.perf_counter() - began
     findings.conclude("failed" if wrong or not judgement.passed else "passed", wrong)
 
 

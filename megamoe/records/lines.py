@@ -126,7 +126,8 @@ class Record(_Line):
     """The verdict on one row.
 
     `judge_host_seconds`: seconds that the judge took on this host, with the comparison, and with the reference unless
-    the row before had the same case. Never a time of a GPU. None if the judge did not finish.
+    the row before had the same case. Never a time of a GPU. None if the judge did not finish. `audit_host_seconds`:
+    those of them that went into running the row again (megamoe.judge.audit); None if it was not audited.
     `program_sha256` is the digest of the PTX text, None if no program was built; `input_sha256` those of the inputs.
     `metrics` come from the comparison, `counters` (0 or more) from the executor and the reference. `bundle` is the
     folder with the evidence of a failure. `artifact`: what ran, where PTX alone does not say it: the digest of a host
@@ -145,6 +146,7 @@ class Record(_Line):
     metrics: Mapping[str, float] = Field(default_factory=dict)
     counters: Mapping[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     judge_host_seconds: float | None = Field(ge=0)
+    audit_host_seconds: float | None = Field(default=None, ge=0, exclude_if=operator.not_)
     program_sha256: str | None = None
     input_sha256: Mapping[str, str] = Field(default_factory=dict)
     bundle: Name | None = None
@@ -273,6 +275,7 @@ class Evidence:
     input_sha256: Mapping[str, str] = field(default_factory=dict[str, str])
     bundle: str | None = None
     artifact: Mapping[str, str] = field(default_factory=dict[str, str])
+    audit_host_seconds: float | None = None
 
 
 NO_EVIDENCE: Final = Evidence()
@@ -302,12 +305,17 @@ def record_of(
         sentence=sentence,
         metrics=evidence.metrics,
         counters=evidence.counters,
-        judge_host_seconds=None if host_seconds is None else round(host_seconds, 4),
+        judge_host_seconds=_rounded(host_seconds),
+        audit_host_seconds=_rounded(evidence.audit_host_seconds),
         program_sha256=evidence.program_sha256,
         input_sha256=evidence.input_sha256,
         bundle=evidence.bundle,
         artifact=evidence.artifact,
     )
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)
 
 
 AnyLine = RunHeader | Record | Agreement | Timing | Figures | Acceptance | Signature
@@ -324,7 +332,10 @@ UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _second
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
 _KINDS_OF_THE_FIRST = ("run", "record", "agreement")
-_NEW_IN_THE_SECOND = {"RunHeader": ("device", "software", "digests", "shard"), "Record": ("artifact",)}
+_NEW_IN_THE_SECOND = {
+    "RunHeader": ("device", "software", "digests", "shard"),
+    "Record": ("artifact", "audit_host_seconds"),
+}
 _NUMBER = {
     "anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}],
     "description": "a number; JSON has no word for what is none, so that these are text",

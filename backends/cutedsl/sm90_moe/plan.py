@@ -44,8 +44,9 @@ ROW_BYTES = 2 * UNIT_K
 """A token in a unit, a span of the 128-byte swizzle."""
 TURN_UNITS = 2
 """Units that the multiplying loop takes at a time, each with registers of its own for A. K is a multiple of 128."""
-WIDTHS = range(8, 136, 8)
-"""What wgmma takes, up to 128: two blocks of more have more accumulators than a thread has room for."""
+WIDTHS, BF16_WIDTHS = range(8, 160, 8), range(8, 136, 8)
+"""What wgmma takes, as far as the accumulators of two blocks leave a thread room for the rest: 160 columns of f16 take
+longer than 152 (h200-moe-forms.json), and 136 of bf16, whose weights take more to unpack, have a stack."""
 FEW_COLUMNS = 64
 """The widest column tile with two units a stage: those of wider ones would leave too few stages."""
 TILE_COLUMNS, UNIT_COLUMNS = 93, 25
@@ -148,7 +149,7 @@ class Sm90MoePlan:
         return min(MAX_STAGES, (SMEM_BYTES - self.staged_bytes) // (self.a_bytes + self.b_bytes))
 
 
-def width_for(routes: int, num_experts: int, balanced: bool) -> int:
+def width_for(routes: int, num_experts: int, balanced: bool, bf16: bool = False) -> int:
     """The column tile that costs least. Rows of an expert are `balanced`, or come by chance, as a binomial."""
     mean = routes / num_experts
     deviation = 0.0 if balanced else math.sqrt(mean * (1 - 1 / num_experts))
@@ -157,7 +158,7 @@ def width_for(routes: int, num_experts: int, balanced: bool) -> int:
         columns = TILE_COLUMNS + width + (UNIT_COLUMNS if width > FEW_COLUMNS else 0)
         return likely_tiles(mean, deviation, width) * columns
 
-    return min(WIDTHS, key=cost)
+    return min(BF16_WIDTHS if bf16 else WIDTHS, key=cost)
 
 
 def likely_tiles(mean: float, deviation: float, width: int) -> float:

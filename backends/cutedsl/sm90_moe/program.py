@@ -97,12 +97,12 @@ def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, width: int | None = N
     A CTA takes several tiles in turn where there are more than `max_ctas` of them, and CTAs share the last ones.
     UnsupportedError for more experts than the routing kernel counts.
     """
-    stage, experts = str(case["stage"]), experts_of(case)
+    stage, experts, bf16 = str(case["stage"]), experts_of(case), case["activations"] == "bf16"
     if stage not in _PREPARED:
         width = ANY_WIDTH
     elif width is None:
-        width = width_for(expected_routes(case), experts, case["load"] == "balanced")
-    plan, bf16 = Sm90MoePlan(width, swiglu=False), case["activations"] == "bf16"
+        width = width_for(expected_routes(case), experts, case["load"] == "balanced", bf16)
+    plan = Sm90MoePlan(width, swiglu=False)
     sizes, parameters = _sizes(case, plan, max_ctas), _parameters_of(stage, bf16)
     scalars = {
         "num_experts": experts,

@@ -84,9 +84,13 @@ class ColumnTiling:
     bf16: bool = False
 
     @classmethod
-    def of(cls, widest: int, rows: int, bf16: bool = False) -> ColumnTiling:
-        """For `rows` of weights an expert, a multiple of PANEL_ROWS."""
-        return cls(widest, 4 if widest <= MAX_COLUMNS_OF_FOUR and rows % (2 * PANEL_ROWS) == 0 else 2, bf16)
+    def of(cls, widest: int, rows: int, bf16: bool = False, experts: int = 1) -> ColumnTiling:
+        """For `rows` of weights an expert, a multiple of PANEL_ROWS, of about `experts` that have a column tile. Four
+        warpgroups, unless that leaves most SMs idle in one of few rounds."""
+        tiles = experts * rows // (2 * PANEL_ROWS)
+        idles = tiles > SM_COUNT and -(-2 * tiles // SM_COUNT) <= 7 / 8 * 2 * -(-tiles // SM_COUNT)
+        four = widest <= MAX_COLUMNS_OF_FOUR and rows % (2 * PANEL_ROWS) == 0 and not idles
+        return cls(widest, 4 if four else 2, bf16)
 
     @property
     def operand(self) -> str:

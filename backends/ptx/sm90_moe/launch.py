@@ -162,7 +162,8 @@ def _expand_rows(shape: MoeShape) -> Step:
 
 
 def _tiling(shape: MoeShape, gemm: _Gemm) -> ColumnTiling:
-    return ColumnTiling.of(widest(shape), gemm.rows, shape.bf16)
+    visited = min(shape.expected_routes, shape.num_experts)
+    return ColumnTiling.of(widest(shape), gemm.rows, shape.bf16, visited)
 
 
 def _multiply(shape: MoeShape, gemm: _Gemm, kernel: ColumnKernel, own: tuple[KernelArg, ...]) -> Step:

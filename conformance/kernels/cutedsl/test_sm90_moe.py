@@ -11,6 +11,7 @@ import torch
 
 from backends.cutedsl.sm90_moe import program as sm90
 from backends.cutedsl.sm90_moe.plan import (
+    BF16_WIDTHS,
     BLOCK_BYTES,
     BLOCK_ROWS,
     CODES_BYTES,
@@ -31,7 +32,12 @@ from megamoe.judge.comparison import compared, expected_of
 MAX_SMEM, SM_REGISTERS = 227 * 1024, 1 << 16
 OPERAND_REGISTERS = 80
 """Two blocks of A, 16 words each, and what they are unpacked from; addresses and descriptors."""
-PLANS = [Sm90MoePlan(width, swiglu) for width in WIDTHS for swiglu in (True, False)]
+PLANS = [
+    Sm90MoePlan(width, swiglu, bf16)
+    for bf16, widths in ((False, WIDTHS), (True, BF16_WIDTHS))
+    for width in widths
+    for swiglu in (True, False)
+]
 L2 = "hidden=128,intermediate=1280,num_experts=3,tokens=9,stage=l2"
 """Three tiles for two CTAs, each of more stages than a ring has; the second panel of a tile is past the end of W."""
 W4A16 = "hidden=384,intermediate=128,num_experts=3,tokens=12,topk=2,activations=bf16,stage=l1,inputs=full_range"
@@ -88,6 +94,12 @@ def test_a_kernel_expects_the_routes_that_others_expect(axes: str) -> None:
     """It has a rule of its own: what it imports of another room is in no key of the cache."""
     case = case_of(f"hidden=128,intermediate=128,num_experts=16,tokens=21,topk=3{axes}")
     assert sm90.expected_routes(case) == routing.expected_routes(case), f"{case.id}: the column tile is of other loads"
+
+
+def test_a_tile_of_more_than_128_columns_is_of_f16_alone() -> None:
+    """A kernel of as many columns that takes bf16 tokens has a stack."""
+    assert width_for(6144, 48, balanced=False) == 152, "128 rows an expert come by chance: most fit in one such tile"
+    assert width_for(6144, 48, balanced=False, bf16=True) <= 128, "a bf16 kernel of 152 columns spills"
 
 
 @pytest.mark.parametrize("mean", [11, 21, 43, 85, 128, 171, 600])

@@ -285,5 +285,24 @@ def test_an_epilogue_stages_what_is_left_of_an_odd_width(stage: str) -> None:
     assert verdict.passed, f"{axes}: {verdict.sentence}"
 
 
+def test_two_warpgroups_where_four_leave_most_sms_idle() -> None:
+    """192 tiles of 256 rows are two rounds of 132 SMs, 384 of 128 rows are three of half as long."""
+    for experts, warpgroups in ((1, 4), (5, 4), (8, 2), (48, 4)):
+        found = ColumnTiling.of(8, 6144, experts=experts).warpgroups
+        assert found == warpgroups, f"{experts} experts of 6144 rows: {found} warpgroups, where {warpgroups} take less"
+
+
+def test_two_warpgroups_leave_the_bits_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tiles of 256 rows on two SMs are two rounds, six of 128 rows are three of half as long."""
+    axes = "hidden=128,intermediate=128,num_experts=3,tokens=6,topk=1,stage=l1"
+    four, program = plain(axes), built(axes)
+    monkeypatch.setattr("backends.ptx.sm90_moe.geometry.SM_COUNT", 2)
+    narrower = built(axes)
+    assert narrower.ptx != program.ptx, "the kernel still has four warpgroups, so nothing was tested"
+    two, sentence = run(case_of(axes), narrower)
+    assert not sentence, f"{axes} in tiles of 128 rows: {sentence}"
+    assert not differences(two, four), f"{axes}: tiles of 128 rows leave other bits than those of 256"
+
+
 def test_the_declared_version_is_the_lowest() -> None:
     assert PTX_VERSION == (8, 0), "wgmma and cp.async.bulk appeared in PTX ISA 8.0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import weakref
 from concurrent.futures import Future
 from dataclasses import replace
 from math import prod
@@ -23,7 +24,7 @@ from megamoe.contract import Case, Row, Status
 from megamoe.judge.arena import Arena
 from megamoe.judge.bundle import heat_map
 from megamoe.judge.comparison import Expected, compared, complaints, expected_of
-from megamoe.judge.judge import judge
+from megamoe.judge.judge import expected_for, judge
 from megamoe.judge.run import RunSettings, chosen_for_audits, judged
 from megamoe.judge.side_by_side import agreements, leave_outputs
 from megamoe.ops import reference
@@ -95,9 +96,30 @@ def test_each_real_layer_has_an_audited_row() -> None:
         assert picked.intersection(rows_of_it), f"none of the {len(rows_of_it)} rows of {layer} is audited"
 
 
+def test_weights_of_a_real_layer_are_let_go_of_when_another_op_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes of a device, which the judge has in common with every runner."""
+    monkeypatch.setattr("megamoe.ops.nvfp4_moe.inputs.COUNTED", 128 * 128)
+    spec = load_specs()["nvfp4_moe"]
+    one = spec.case(hidden=128, intermediate=128, num_experts=4, tokens=5)
+    weights = weakref.ref(expected_for(one, "cpu").inputs["w1_codes"])
+    shared = expected_for(spec.vary(one, tokens=6), "cpu").inputs["w1_codes"]
+    assert shared is weights(), "the next row of the layer drew its weights again"
+    del shared
+    expected_for(load_specs()["fmha"].parse_case(CASE), "cpu")
+    assert weights() is None, "a row of attention finds the weights of the rows before it still there"
+
+
 def test_its_neighbours_pass(records: dict[Row, Record]) -> None:
     for row in NEIGHBOURS:
         assert records[row].status == "passed", records[row].sentence
+
+
+def test_what_an_audit_took_is_told_apart(records: dict[Row, Record]) -> None:
+    took = {row: one.audit_host_seconds for row, one in records.items() if one.audit_host_seconds is not None}
+    assert NEIGHBOURS[-1] in took, "the last row of a kind is audited, and its record does not say how long that took"
+    for row, seconds in took.items():
+        assert 0 < seconds < (records[row].judge_host_seconds or 0.0), f"{row}: {seconds} s are no part of the whole"
+    assert _judge(_row("WORKS")).audit_host_seconds is None, "a row that is not audited tells what its audit took"
 
 
 def test_a_row_that_hangs_says_where() -> None:

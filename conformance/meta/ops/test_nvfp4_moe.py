@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 
@@ -230,9 +231,13 @@ def test_rows_of_one_real_layer_share_its_weights_and_nothing_else(monkeypatch: 
     }.items():
         made = MOE.make_inputs(other)
         assert not torch.equal(made["w2_codes"][:4, :128].flatten(), first["w2_codes"].flatten()), f"another {what}"
+    copies, alive = {name: tensor.clone() for name, tensor in first.items()}, weakref.ref(first["w1_codes"])
+    del first
+    assert alive() is None, "weights are kept that nobody has"
     again = MOE.make_inputs(case)
-    assert again["w1_codes"] is not first["w1_codes"], "weights are kept that another layer has followed"
-    assert all(torch.equal(again[name], first[name]) for name in first), "the bits depend on what was drawn before"
+    assert all(torch.equal(again[name], copies[name]) for name in copies), "the bits depend on what was drawn before"
+    again["w1_codes"].zero_()
+    assert torch.equal(MOE.make_inputs(case)["w1_codes"], copies["w1_codes"]), "what somebody has changed is handed on"
 
 
 @pytest.mark.parametrize("stage", ["layer", "l1"])

@@ -166,6 +166,7 @@ def _without(name: str) -> Callable[[Line], Line]:
         ("record", _set(status="passed")),
         ("record", _set(sentence="")),
         ("record", _set(judge_host_seconds=-1)),
+        ("record", _set(audit_host_seconds=-1)),
         ("record", _set(counters={"mma_flops": 1.5})),
         ("record", _set(counters={"mma_flops": -1})),
         ("record", _set(metrics={"o.max": "large"})),

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch.utils.weak import WeakIdRef
 
 from megamoe.codec.nvfp4 import (
     E2M1_MAX,
@@ -109,8 +110,8 @@ NAN_SCALE: Final = 0x7F
 
 
 def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
-    """Every input of the case's stage, on `device`; the weights of a real layer are drawn there, once for the cases of
-    that layer that follow each other: do not change them.
+    """Every input of the case's stage, on `device`. The weights of a real layer are drawn there, and only if nobody has
+    them from a case of that layer: do not change them.
 
     The bits depend on the case's id alone. ValueError for an unknown distribution.
     """
@@ -126,8 +127,6 @@ def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
     if "x" in wanted:
         made["x"] = _plain(case, "x", (case.int("tokens"), case.int("hidden")))
     layer = _layer_of(case)
-    if any(key[:2] != (layer.id, str(device)) for key in _KEPT):
-        _KEPT.clear()
     for name, rows, k in (
         ("w1", 2 * case.int("intermediate"), case.int("hidden")),
         ("w2", case.int("hidden"), case.int("intermediate")),
@@ -139,10 +138,10 @@ def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
             made |= _operand(name, draw_stack(case, name, shape, device), _padding(case))
             continue
         key = (layer.id, str(device), name)
-        kept, versions = _KEPT.get(key, (None, None))
-        if kept is None or versions != _versions(kept):
+        kept = _unchanged(key)
+        if not kept:
             kept = _operand(name, _normal(layer, name, shape, device), _padding(case))
-            _KEPT[key] = kept, _versions(kept)
+            _KEPT[key] = {part: (WeakIdRef(tensor), tensor._version) for part, tensor in kept.items()}
         made |= kept
     made |= {name: draw(case, made) for name, draw in _EXPERT_ROWS.items() if name in wanted}
     if "a2_codes" in wanted:
@@ -154,13 +153,20 @@ def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
 
 
 _OF_WEIGHTS: Final = ("hidden", "intermediate", "num_experts", "inputs", "seed")
-_KEPT: Final[dict[tuple[str, str, str], tuple[Inputs, list[int]]]] = {}
-"""The weights of the last real layer, by layer, device and name, and their versions: those of 384 experts take seconds
-to draw. What somebody has changed is drawn anew."""
+_KEPT: Final[dict[tuple[str, str, str], dict[str, tuple[WeakIdRef, int]]]] = {}
+"""The weights of real layers that somebody has, by layer, device and name, and their versions as they were drawn: those
+of 384 experts take seconds to draw, and gigabytes, so that nothing is kept here that nobody has."""
 
 
-def _versions(tensors: Inputs) -> list[int]:
-    return [tensor._version for tensor in tensors.values()]
+def _unchanged(key: tuple[str, str, str]) -> Inputs:
+    """The weights of `key`; none if nobody has all of them any more, or somebody has changed them."""
+    found: Inputs = {}
+    for part, (kept, version) in _KEPT.get(key, {}).items():
+        tensor = kept()
+        if tensor is None or tensor._version != version:
+            return {}
+        found[part] = tensor
+    return found
 
 
 def _layer_of(case: Case) -> Case:
