@@ -368,10 +368,11 @@ _ALL = (
     ),
     _relied(
         "lanes-unordered", "8.7.1",
-        "A lane uses what another lane of its warp has written to shared memory, and nothing makes it wait for that: "
-        "lanes are threads of their own. Or another warp does, which has waited for an arrival of other lanes alone.",
+        "A lane uses what another lane of its warp has written, and nothing makes it wait for that: lanes are threads "
+        "of their own. Or another warp does, which has waited for a release by other lanes alone; or a lane relies on "
+        "a flag in global memory that other lanes alone have acquired.",
         "Kernels that take the lanes of a warp to run in step.",
-        "Execute bar.warp.sync between the write and the other lane's use, or its arrival.",
+        "Execute bar.warp.sync between the write and the other lane's use, or its release, and behind an acquire.",
         "bar.warp.sync",
     ),
     # Worth a look.

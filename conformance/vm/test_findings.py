@@ -194,6 +194,28 @@ END: ret;"""
     return Kernel(body, {"out": np.zeros(32, np.uint32)}, block=(64, 1, 1))
 
 
+ALL_RELEASE = "st.release.gpu.global.u32 [%flag], 1;"
+ONE_RELEASES = f"setp.eq.u32 %p3, %lane, 0; @%p3 {ALL_RELEASE}"
+ALL_ACQUIRE = "POLL: ld.acquire.gpu.global.u32 %r1, [%flag]; setp.eq.u32 %p4, %r1, 0; @%p4 bra POLL;"
+ONE_ACQUIRES = f"setp.ne.u32 %p3, %lane, 0; @%p3 bra TOLD; {ALL_ACQUIRE} TOLD:"
+
+
+def told(release: str, acquire: str, *, take: str = "ld.global.u32 %r1, [%rd1];", apart: bool = True) -> Kernel:
+    """Lanes of one warp store to global memory and release a flag; another warp, of another CTA if `apart`, acquires
+    it and reads what they stored."""
+    body = f"""mov.u32 %r2, {"%ctaid.x" if apart else "%warp"}; mul.wide.u32 %rd1, %lane, 4; add.u64 %rd1, %rd1, %cells;
+setp.ne.u32 %p2, %r2, 0; @%p2 bra READER;
+st.global.u32 [%rd1], %lane;
+{release}
+bra END;
+READER: {acquire}
+{take}
+mul.wide.u32 %rd1, %lane, 4; add.u64 %rd1, %rd1, %out; st.global.u32 [%rd1], %r1;
+END: ret;"""
+    buffers = {name: np.zeros(32, np.uint32) for name in ("cells", "flag", "out")}
+    return Kernel(body, buffers, grid=(2 if apart else 1, 1, 1), block=(32 if apart else 64, 1, 1))
+
+
 LANES_MEET, WGMMA_FENCE = "bar.warp.sync 0xffffffff;", "wgmma.fence.sync.aligned;"
 SIGNAL = COMMIT.replace("[mbar]", "[other]")
 UNFENCED_INIT = init("mbar", "other").replace("fence.mbarrier_init.release.cluster;\n", "")
@@ -329,6 +351,62 @@ def test_what_releases_all_that_is_read_is_no_finding() -> None:
         for schedule in SCHEDULES:
             found, _ = collected(kernel, schedule)
             assert not found, f"{what}, {schedule}: {list(map(str, found))}"
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_flags_in_global_memory_order_lanes_behind_their_warp_barriers_alone(apart: bool) -> None:
+    """On both sides of a flag: the lanes that have stored meet the one that releases, and the one that acquires meets
+    those that read."""
+    released, acquired = f"{LANES_MEET} {ONE_RELEASES}", f"{ONE_ACQUIRES} {LANES_MEET}"
+    fenced, relaxed = "fence.acq_rel.gpu;", "st.relaxed.gpu.global.u32 [%flag], 1;"
+    by_fence = f"setp.ne.u32 %p3, %lane, 0; @%p3 bra END; {fenced} {relaxed}"
+    noticed = ONE_ACQUIRES.replace("ld.acquire", "ld.relaxed").replace("TOLD:", f"{fenced} TOLD:")
+    broken = {
+        "one lane releases": (ONE_RELEASES, acquired),
+        "one lane is elected to release": (f"elect.sync %r2|%p3, 0xffffffff; @%p3 {ALL_RELEASE}", acquired),
+        "one lane releases by a fence": (by_fence, acquired),
+        "one lane acquires": (released, ONE_ACQUIRES),
+        "one lane acquires by a fence": (released, noticed),
+    }
+    for what, (release, acquire) in broken.items():
+        for schedule in SCHEDULES:
+            found, data = collected(told(release, acquire, apart=apart), schedule)
+            assert slugs(found) == ["lanes-unordered"], f"{what}, {schedule}: found {list(map(str, found))}"
+            side = "ahead of the release" if "releases" in what or "to release" in what else "behind the acquire"
+            assert side in str(found[0]), f"{what}: {found[0]}"
+            assert np.array_equal(data["out"], np.arange(32)), "the run goes on"
+    right = {
+        "lanes meet on both sides": (released, acquired),
+        "other instructions gather them": (
+            f"vote.sync.any.pred %p2, %p3, 0xffffffff; {ONE_RELEASES}",
+            f"{ONE_ACQUIRES} shfl.sync.idx.b32 %r1, %r1, 0, 31, 0xffffffff;",
+        ),
+        "every lane releases and acquires": (ALL_RELEASE, ALL_ACQUIRE),
+        "one lane releases by a fence, behind the others": (f"{LANES_MEET} {by_fence}", acquired),
+        "one lane acquires by a fence, ahead of the others": (released, f"{noticed} {LANES_MEET}"),
+        "every lane acquires behind the one": (released, f"{ONE_ACQUIRES} {ALL_ACQUIRE.replace('POLL', 'AGAIN')}"),
+    }
+    for what, (release, acquire) in right.items():
+        for schedule in SCHEDULES:
+            found, _ = collected(told(release, acquire, apart=apart), schedule)
+            assert not found, f"{what}, {schedule}: {list(map(str, found))}"
+    alone = told(ONE_RELEASES, f"{ONE_ACQUIRES} @%p3 bra END;", apart=apart)
+    assert not collected(alone)[0], "the lane that acquires reads what the lane that releases has stored"
+
+
+@pytest.mark.parametrize(
+    "take", ["ld.global.u32 %r1, [%rd1];", "cp.async.ca.shared.global [%r3], [%rd1], 4; cp.async.wait_all;"]
+)
+def test_a_lane_reads_of_global_memory_what_another_one_stored_behind_a_meeting(take: str) -> None:
+    body = f""".shared .align 16 .b8 landing[128]; mov.u32 %r3, landing; mad.lo.u32 %r3, %lane, 4, %r3;
+xor.b32 %r2, %lane, OTHER; mul.wide.u32 %rd2, %lane, 4; add.u64 %rd2, %rd2, %cells; st.global.u32 [%rd2], %lane;
+BETWEEN
+mul.wide.u32 %rd1, %r2, 4; add.u64 %rd1, %rd1, %cells; {take} ret;"""
+    cells = {"cells": np.zeros(32, np.uint32)}
+    for between, other in (("", 4), (LANES_MEET, 4), ("", 0)):
+        found, _ = collected(Kernel(body.replace("BETWEEN", between).replace("OTHER", str(other)), cells))
+        expected = [] if between or not other else ["lanes-unordered"]
+        assert slugs(found) == expected, f"{between!r}, the lane {other} further: {list(map(str, found))}"
 
 
 def test_every_grade_has_rules_and_each_that_is_no_error_is_planted() -> None:

@@ -11,6 +11,7 @@ from backends.vm.faults import Fault
 from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.cta import NAMED_BARRIERS, NamedBarrier
 from backends.vm.machine.warp import Gathering, Warp
+from backends.vm.memory.lane_releases import EVERY
 from backends.vm.ptx.ast import Operand
 
 
@@ -248,7 +249,11 @@ def memory_fence(b: Binder) -> Step:
             if not narrow:
                 warp.noticed.clear()
         if wide:
-            warp.clock.grid_part().fence(warp.agents.serial, warp.clock.seen)
+            grid = warp.clock.grid_part()
+            before = warp.acquiring() if grid.noticed else None
+            grid.fence(warp.agents.serial, warp.clock.seen)
+            if before is not None:
+                warp.have_acquired(before)
         if announces:
             for barrier in warp.cta.mbarriers.values():
                 barrier.announced |= barrier.creator == warp.agent
@@ -256,6 +261,6 @@ def memory_fence(b: Binder) -> Step:
             warp.released_to_cta.join(warp.clock)
             if not narrow:
                 warp.released.join(warp.clock)
-        warp.next_epoch()
+        warp.next_epoch(warp.active_bits() if releases else EVERY)
 
     return step

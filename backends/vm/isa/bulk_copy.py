@@ -267,17 +267,18 @@ def tensor_load(b: Binder) -> Step:
                 serial = _begin_load(
                     warp, cta, plan, signalled, lambda p=plan, m=tensor_map: _read_global(warp, p, m), line, text
                 )
-                _note_read(warp, plan, stamp(signalled.copy_agent, serial))
+                _note_read(warp, plan, stamp(signalled.copy_agent, serial), lane)
         warp.next_epoch()
 
     return step
 
 
-def _note_read(warp: Warp, plan: BoxPlan, mark: int) -> None:
+def _note_read(warp: Warp, plan: BoxPlan, mark: int, lane: int) -> None:
     addresses = plan.global_addresses if plan.all_in_bounds else plan.global_addresses[plan.in_bounds]
     machine = warp.cta.machine
     if addresses.size:
-        machine.races.copied_from(machine.memory, addresses, plan.piece_bytes, warp, mark, bulk=True)
+        by = np.full(addresses.size, lane) if count_nonzero(warp.mask) == 1 else None
+        machine.races.copied_from(machine.memory, addresses, plan.piece_bytes, warp, mark, by, bulk=True)
 
 
 def _begin_load(
@@ -357,7 +358,7 @@ def linear_load(b: Binder) -> Step:
                 serial = _begin_load(warp, cta, plan, signalled, read, line, text, combine)
                 if not local:
                     origin_plan = _linear_plan(start, bytes_)
-                    _note_read(warp, origin_plan, stamp(signalled.copy_agent, serial))
+                    _note_read(warp, origin_plan, stamp(signalled.copy_agent, serial), lane)
         warp.next_epoch()
 
     return step

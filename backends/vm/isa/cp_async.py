@@ -72,7 +72,8 @@ def cp_async(b: Binder) -> Step:
         machine = warp.cta.machine
         for count in dict.fromkeys(valid[valid > 0].tolist()):
             mark = stamp(groups[0].agent, serial)
-            machine.races.copied_from(machine.memory, sources[valid == count], count, warp, mark, bulk=False)
+            whole = valid == count
+            machine.races.copied_from(machine.memory, sources[whole], count, warp, mark, lanes[whole], bulk=False)
 
         def perform() -> None:
             hidden: list[tuple[int, Mask, Origin]] = []

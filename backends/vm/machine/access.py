@@ -146,7 +146,7 @@ def _take(
     if buffer is None:
         return _split_load(warp, addresses, size, lanes, strong=strong)
     if buffer.writable and not strong:
-        machine.races.read(buffer, addresses, size, warp, warp.stamp)
+        machine.races.read(buffer, addresses, size, warp, warp.stamp, lanes=lanes)
     return read_pieces(buffer.data, offsets, size), missing_in(buffer, offsets, size)
 
 
@@ -206,7 +206,7 @@ def _store(
         cta, offsets = owner(warp, space, addresses, "store")
         count_banks(warp, offsets, values.shape[1])
         cta.smem.store(offsets, values, warp.clock, warp.stamp, line, strong=strong)
-        cta.smem.lanes.note(offsets, values.shape[1], lanes, 0 if strong else warp.meetings)
+        cta.smem.note_lanes(offsets, values.shape[1], lanes, 0 if strong else warp.meetings)
         warp.stored_at = warp.meetings
     elif space == "local":
         index = _local_index(warp, addresses, values.shape[1], lanes)
@@ -214,7 +214,7 @@ def _store(
     elif space == "param":
         raise Fault("read-only", "store to parameter space", lane=0, address=int(addresses[0]))
     else:
-        _note_store(warp, addresses, values, line, strong=strong)
+        _note_store(warp, addresses, values, line, lanes, strong=strong)
         warp.cta.machine.memory.store(addresses, values)
 
 
@@ -262,16 +262,20 @@ def _split_load(
     return values, Missing(hidden, origins[0])
 
 
-def _note_store(warp: Warp, addresses: Addresses, values: Bytes, line: int, *, strong: bool) -> None:
+def _note_store(warp: Warp, addresses: Addresses, values: Bytes, line: int, lanes: Addresses, *, strong: bool) -> None:
     """Check a store that is about to happen for races."""
     machine, size = warp.cta.machine, values.shape[1]
     buffer, _ = machine.memory.locate(addresses, size, "store")
     if buffer is not None:
         if buffer.writable:
-            machine.races.write(buffer, addresses, size, warp, warp.stamp, line, strong=strong, values=values)
+            machine.races.write(
+                buffer, addresses, size, warp, warp.stamp, line, strong=strong, lanes=lanes, values=values
+            )
+            if not strong:
+                warp.stored_globally_at = warp.meetings
         return
     for i in range(addresses.size):
-        _note_store(warp, addresses[i : i + 1], values[i : i + 1], line, strong=strong)
+        _note_store(warp, addresses[i : i + 1], values[i : i + 1], line, lanes[i : i + 1], strong=strong)
 
 
 def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
@@ -335,7 +339,7 @@ def synchronise(
     cluster needs the fence of the ISA's patterns (backends.vm.memory.clocks). Elsewhere it counts as both.
     """
     races = warp.cta.machine.races
-    warp.meetings += acquire
+    before = warp.acquiring() if acquire else None
     for address in dict.fromkeys(addresses.tolist()):
         where, own = resolve(space, np.array([address], np.int64))
         place = int(own[0])
@@ -351,5 +355,7 @@ def synchronise(
             flags[key].take(warp.clock, rank, narrow=narrow)
         if release and gives:
             flags.setdefault(key, Carried()).give(warp.clock, rank, narrow=narrow)
+    if before is not None:
+        warp.have_acquired(before)
     if release:
         warp.next_epoch(warp.active_bits())

@@ -312,7 +312,8 @@ class Cluster:
         shape = run.shape
         self.size = shape.cluster_ctas
         serial, warps = run.machine.races.begin_cluster(first), -(-shape.threads // LANES)
-        self.agents = Agents(serial, self.size, warps, line=run.line, acting=run.acting)
+        releases = run.machine.races.releases[serial]
+        self.agents = Agents(serial, self.size, warps, line=run.line, acting=run.acting, global_releases=releases)
         self.copy_serial = 0
         self.arriving = Clock.zero(self.agents.count)
         self.released = Clock.zero(self.agents.count)

@@ -124,7 +124,7 @@ class QuickAccess:
     def _in_global(self, warp: Warp, address: int) -> int:
         machine = warp.cta.machine
         perform, buffer = self._global.wanted(WORTH), machine.memory.holding(address)
-        if perform is None or buffer is None or (self._stores and not buffer.writable):
+        if perform is None or buffer is None or (self._stores and not buffer.writable) or warp.knows_unevenly():
             return NO
         place = machine.races.place(buffer, self._size, warp.clock)
         if place is None:
@@ -135,4 +135,5 @@ class QuickAccess:
         if self._stores and answer != NO:
             machine.engine.events += 1
             machine.races.stored = True
+            warp.stored_globally_at = warp.meetings
         return answer

@@ -41,8 +41,9 @@ from backends.vm.machine.code import (
 )
 from backends.vm.machine.engine import CopyGroups
 from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters
-from backends.vm.memory.clocks import Carried, Clock, stamp
+from backends.vm.memory.clocks import Carried, Clock, Snapshot, stamp
 from backends.vm.memory.definedness import Sources
+from backends.vm.memory.lane_acquires import LaneAcquires
 from backends.vm.memory.lane_releases import EVERY, NOBODY
 from backends.vm.memory.tmem import Index
 
@@ -166,7 +167,8 @@ class Warp:
     Relaxed arrivals carry `released`, what a fence has covered, and to the warp's own CTA `released_to_cta`. A fence
     acquires what relaxed waits have `noticed`, by mbarrier. `met`: what a barrier of the cluster has shown to be over.
     `meetings` counts, from 1, what may order the lanes among themselves; `stored_at` is their number at the last store
-    to shared memory. `gatherings`: by mask, the lanes that wait at bar.warp.sync.
+    to shared memory, `stored_globally_at` at the last weak one to global memory. `acquires`: what lanes know alone.
+    `gatherings`: by mask, the lanes that wait at bar.warp.sync.
     """
 
     pred: Mapping[int, Mask]
@@ -213,7 +215,8 @@ class Warp:
         self.copies = CopyGroups()
         self.turns = LaneTurns()
         self.meetings = 1
-        self.stored_at = 0
+        self.stored_at = self.stored_globally_at = 0
+        self.acquires = LaneAcquires()
         self.gatherings: dict[int, Gathering] = {}
 
     @cached_property
@@ -275,12 +278,37 @@ class Warp:
         epoch = int(self.clock.seen[self.agent]) + 1
         if self.stored_at == self.meetings:
             self.agents.releases.note(self.agent, epoch - 1, self.meetings, lanes)
+        if self.stored_globally_at == self.meetings:
+            self.agents.global_releases.note(self.agent, epoch - 1, self.meetings, lanes)
         self.clock.seen[self.agent] = epoch
         self.stamp = stamp(self.agent, epoch)
 
     def active_bits(self) -> int:
         """The active lanes as bits; EVERY if all living ones are."""
         return EVERY if self.full else int.from_bytes(np.packbits(self.mask, bitorder="little").tobytes(), "little")
+
+    def known(self) -> Snapshot:
+        """What is ordered before the next action, by cluster."""
+        grid = self.clock.grid
+        return {**(grid.known if grid is not None else {}), self.agents.serial: self.clock.seen.copy()}
+
+    def acquiring(self) -> Snapshot | None:
+        """Before the active lanes acquire from flags: what the warp knows, if they are not all of it."""
+        alone, uneven = not self.full, self.acquires.at == self.meetings
+        self.meetings += 1
+        if alone and uneven:
+            self.acquires.at = self.meetings
+        return self.known() if alone else None
+
+    def have_acquired(self, before: Snapshot) -> None:
+        """Behind it, if they are not all of the warp: what they have learned is theirs until the lanes meet."""
+        after = self.known()
+        if any(cluster not in before or count_nonzero(seen > before[cluster]) for cluster, seen in after.items()):
+            self.acquires.note(self.active_bits(), self.meetings, before, after)
+
+    def knows_unevenly(self) -> bool:
+        """Whether an active lane may not know all that its warp knows."""
+        return self.acquires.at == self.meetings and self.acquires.concern(self.active_bits())
 
     def fence_proxy(self, *, shared: bool, global_: bool) -> None:
         """`fence.proxy.async`: the asynchronous proxy sees what is ordered before now in these memories."""

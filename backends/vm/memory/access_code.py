@@ -27,7 +27,8 @@ SHARED_FIELDS: Final = (
     "many_readers", "lane", "met", "partial", "readers", "granules",
 )  # fmt: skip
 GLOBAL_FIELDS: Final = (
-    "end", "data", "state", "shadow_base", "shift", "writer", "reader", "writer_line", "reader_line",
+    "end", "data", "state", "shadow_base", "shift", "writer", "reader", "writer_line", "reader_line", "lane", "met",
+    "partial",
 )  # fmt: skip
 """What a place tells: bytes from and to, then addresses of arrays; of global memory 0 where there is no such array.
 `readers`: the number of agents of which SharedMemory keeps readings, then each agent and where they lie."""

@@ -31,6 +31,8 @@ ACCUMULATORS = 8
 """Accumulators of a CTA whose chains of MMAs are told apart; 512 columns hold four of 128."""
 COPY_AGENTS = 48
 CLUSTER_SHIFT = 32
+STAMP_MASK = (1 << CLUSTER_SHIFT) - 1
+"""Of a mark of global memory: the number of a cluster lies above a stamp."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +44,8 @@ class Agents:
     Copies that are waited for together, at one mbarrier or in one thread's groups, are one agent. Beyond COPY_AGENTS
     such places, agents are shared, and a missing wait can hide behind another place's wait. `line`: the PTX line of the
     instruction that runs, `acting`: the warp that runs it. `tensor_fences`: by warp, the epochs of its
-    tcgen05.fence::before_thread_sync.
+    tcgen05.fence::before_thread_sync. `releases`, of what lanes stored to shared memory; `global_releases`, to global
+    memory.
     """
 
     serial: int
@@ -53,6 +56,7 @@ class Agents:
     acting: Callable[[], int] = int
     tensor_fences: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     releases: LaneReleases = field(default_factory=LaneReleases)
+    global_releases: LaneReleases = field(default_factory=LaneReleases)
 
     @property
     def first_engine(self) -> int:

@@ -29,7 +29,7 @@ from backends.vm.memory.access_code import (
     defined,
     number,
 )
-from backends.vm.memory.clocks import CLUSTER_SHIFT, EPOCH_BITS
+from backends.vm.memory.clocks import CLUSTER_SHIFT
 
 LANES: Final = 32
 BANKS: Final = 32
@@ -152,7 +152,10 @@ class _Access(MemoryCode):
             foreign = b.icmp_signed("!=", serial, own)
             with b.if_then(b.icmp_signed("!=", found, number(0))):
                 self._refuse(foreign)
-                self._refuse(self._late(b.trunc(found, I32)))
+                stamp = b.trunc(found, I32)
+                self._refuse(self._late(stamp))
+                if not self.kind.stores:
+                    self._refuse(self._loose(granule, lane, stamp))
 
     def _look_at_shared(self, granule: Any, lane: Any) -> None:
         b = self.b
@@ -168,19 +171,22 @@ class _Access(MemoryCode):
             if self.kind.size < 4:
                 bad = b.or_(bad, self._set_in("many_readers", granule))
         else:
-            by = b.ashr(writer, ir.Constant(I32, EPOCH_BITS))
-            met = self._of("met", granule, I32)
-            other = b.icmp_signed("!=", self.at(self._pointer("lane"), granule, I8), b.trunc(lane, I8))
-            own = b.icmp_signed("==", b.sext(by, I64), self.agent)
-            since = b.icmp_signed("==", b.sext(met, I64), self.met)
-            bad = b.or_(bad, b.and_(b.and_(other, own), since))
-            alone = b.and_(self._set_in("partial", b.sext(by, I64)), b.icmp_signed(">", met, ir.Constant(I32, 0)))
-            bad = b.or_(bad, alone)
+            bad = b.or_(bad, self._loose(granule, lane, writer))
         self._refuse(bad)
         if not self.kind.stores:
             self._check_keepable(reader, b.trunc(self.mark, I32))
         elif self.kind.size >= 4:
             self._check_kept(granule)
+
+    def _loose(self, granule: Any, lane: Any, writer: Any) -> Any:
+        """Whether another lane of the warp wrote a granule since it met last, or a warp of which lanes have released
+        alone."""
+        b, by, met = self.b, self._agent(writer), self._of("met", granule, I32)
+        other = b.icmp_signed("!=", self.at(self._pointer("lane"), granule, I8), b.trunc(lane, I8))
+        own = b.icmp_signed("==", by, self.agent)
+        since = b.icmp_signed("==", b.sext(met, I64), self.met)
+        alone = b.and_(self._set_in("partial", by), b.icmp_signed(">", met, ir.Constant(I32, 0)))
+        return b.or_(b.and_(b.and_(other, own), since), alone)
 
     def _look_for_undefined(self, at: Any) -> None:
         """Note whether a byte is undefined."""
@@ -231,6 +237,8 @@ class _Access(MemoryCode):
             with b.if_then(b.icmp_signed("!=", self.place[own], number(0))):
                 self.put(self._pointer(own), granule, self.mark, I64)
                 self.put(self._pointer(f"{own}_line"), granule, self.line, I32)
+                if self.kind.stores:
+                    self._note_lane(granule, lane, self.met)
             return
         mark = b.trunc(self.mark, I32)
         if not self.kind.stores:
@@ -238,12 +246,15 @@ class _Access(MemoryCode):
             return
         self.put(self._pointer("writer"), granule, mark, I32)
         self.put(self._pointer("writer_line"), granule, self.line, I32)
-        self.put(self._pointer("lane"), granule, b.trunc(lane, I8), I8)
         whole = self.kind.size >= 4
-        self.put(self._pointer("met"), granule, b.trunc(self.met if whole else number(0), I32), I32)
+        self._note_lane(granule, lane, self.met if whole else number(0))
         if whole:
             self.put(self._pointer("contested"), granule, ir.Constant(I8, 0), I8)
             self._forget_kept(granule)
+
+    def _note_lane(self, granule: Any, lane: Any, met: Any) -> None:
+        self.put(self._pointer("lane"), granule, self.b.trunc(lane, I8), I8)
+        self.put(self._pointer("met"), granule, self.b.trunc(met, I32), I32)
 
     def _move(self, lane: Any, at: Any) -> None:
         b, element = self.b, ir.IntType(8 * self.kind.element)

@@ -12,6 +12,10 @@ until the launch before is complete and its memory operations are visible (PTX I
 guide, "Programmatic Dependent Launch and Synchronization", asks for it also where nobody launches dependents early).
 Neither source says that it waits for more: the launch before that one is over only if that one has itself waited.
 A wait is one element of the vector clocks. Any order after a warp that has waited carries it along.
+
+Clocks are by warp, and what lanes.py says of shared memory holds here too: a lane reads what another lane of its warp
+wrote, or what other lanes alone have released, only behind a meeting. What other lanes alone have acquired it does not
+know before it meets them (lane_acquires.py).
 """
 
 from __future__ import annotations
@@ -26,8 +30,23 @@ import numpy.typing as npt
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, report
 from backends.vm.memory.access_code import GLOBAL_FIELDS, MemoryWords
-from backends.vm.memory.clocks import CLUSTER_SHIFT, WAITED, Agents, Clock, Epochs, Snapshot, agent_of, merge, unordered
+from backends.vm.memory.clocks import (
+    CLUSTER_SHIFT,
+    EPOCH_MASK,
+    STAMP_MASK,
+    WAITED,
+    Agents,
+    Clock,
+    Epochs,
+    Snapshot,
+    agent_of,
+    merge,
+    unordered,
+)
 from backends.vm.memory.global_memory import Buffer, Bytes, GlobalMemory
+from backends.vm.memory.lane_acquires import LaneAcquires
+from backends.vm.memory.lane_releases import MAX_AGENTS, LaneReleases
+from backends.vm.memory.lanes import LaneWrites
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +149,6 @@ Pieces = tuple[Addresses, int, int]
 """Addresses of pieces that a copy writes, their size in bytes, and the stamp of the copy."""
 COARSE = 16
 _STATE, _WRITER = (GLOBAL_FIELDS.index(name) for name in ("state", "writer"))
-STAMP_MASK = (1 << CLUSTER_SHIFT) - 1
 
 
 class Accessor(Protocol):
@@ -140,13 +158,20 @@ class Accessor(Protocol):
     def clock(self) -> Clock: ...
     @property
     def agents(self) -> Agents: ...
+    @property
+    def agent(self) -> int: ...
+    @property
+    def meetings(self) -> int: ...
+    @property
+    def acquires(self) -> LaneAcquires: ...
+    def known(self) -> Snapshot: ...
 
 
 @dataclass(slots=True)
 class Shadow:
     """Marks of one buffer; granule i holds 2 ** shift bytes from base + (i << shift).
 
-    `line`: of the last write; `read_line`: of the last read.
+    `line` and `lanes`: of the last write; `read_line`: of the last read.
     """
 
     base: int
@@ -155,6 +180,7 @@ class Shadow:
     reader: Addresses
     line: npt.NDArray[np.int32]
     read_line: npt.NDArray[np.int32]
+    lanes: LaneWrites
 
     @classmethod
     def of(cls, buffer: Buffer) -> Shadow:
@@ -167,6 +193,7 @@ class Shadow:
             np.zeros(count, np.int64),
             np.zeros(count, np.int32),
             np.zeros(count, np.int32),
+            LaneWrites(count),
         )
 
     def offset_in(self, buffer: Buffer, granule: int) -> int:
@@ -191,6 +218,7 @@ class Shadow:
             self.reader = np.repeat(self.reader, times)
             self.line = np.repeat(self.line, times)
             self.read_line = np.repeat(self.read_line, times)
+            self.lanes.split(times)
             self.shift = exact
 
     def granules(self, addresses: Addresses, size: int) -> Addresses:
@@ -203,22 +231,26 @@ class Shadow:
 class GlobalRaces:
     """The shadows and the flags of one launch.
 
-    `first_ctas`: the first CTA of a cluster, by serial number. `stored`: there has been a generic write, so that proxy
-    fences matter.
+    `first_ctas`: the first CTA of a cluster, by serial number; `releases`: what lanes of its warps have released.
+    `stored`: there has been a generic write, so that proxy fences matter.
     """
 
     def __init__(self) -> None:
         self.flags: dict[int, Snapshot] = {}
         self.first_ctas: dict[int, Dim3] = {}
+        self.releases: dict[int, LaneReleases] = {}
         self.chain = LaunchChain()
         self.stored = False
         self._shadows: dict[int, Shadow] = {}
+        self._partial = np.zeros(MAX_AGENTS, np.bool_)
 
     def begin_launch(self, kernel: str, *, dependent: bool = False) -> None:
         """Order everything so far before everything from now on, except what a `dependent` launch may overlap."""
         self.chain.begin(kernel, self._shadows, dependent=dependent)
         self.flags.clear()
         self.first_ctas.clear()
+        self.releases.clear()
+        self._partial[:] = False
         self._shadows = {}
         self.stored = False
 
@@ -226,6 +258,7 @@ class GlobalRaces:
         """The serial number of a cluster that begins at CTA `first`."""
         serial = len(self.first_ctas) + 1
         self.first_ctas[serial] = first
+        self.releases[serial] = LaneReleases(partial=self._partial)
         return serial
 
     def read(
@@ -237,17 +270,21 @@ class GlobalRaces:
         stamp: Marks,
         *,
         by_lane: bool = True,
+        lanes: Addresses | None = None,
         bulk: bool = False,
     ) -> None:
         """The agent and epoch of `stamp` read `size` bytes at each address [n] of one buffer, for `warp`.
 
-        Reports a race; its lane is the number of the access if `by_lane`. `bulk`: through the asynchronous proxy.
+        Reports a race; its lane is the number of the access if `by_lane`. `lanes` [n]: those of the warp that do it;
+        None: it is not known which. `bulk`: through the asynchronous proxy.
         """
         if self.chain.before:
             self.chain.check(buffer, addresses, size, warp.clock, writes=False, by_lane=by_lane)
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
         self._check(shadow, granules, shadow.writer, buffer, warp, "is read", by_lane)
+        self._check_lanes(shadow, granules, buffer, warp, lanes, by_lane)
+        self._check_acquired(shadow, granules, shadow.writer, buffer, warp, "is read", lanes, by_lane)
         if bulk and self.stored:
             self._check_fenced(shadow, granules, buffer, warp, "reads")
         shadow.reader[granules] = warp.agents.mark | stamp
@@ -263,15 +300,16 @@ class GlobalRaces:
         line: int,
         *,
         strong: bool,
-        by_lane: bool = True,
-        bulk: bool = False,
+        lanes: Addresses | None,
         values: Bytes | None = None,
     ) -> None:
-        """As `read`, for a write at PTX `line`. A `strong` one races with nothing of its own launch.
+        """As `read`, for a write at PTX `line` by `lanes`, or a bulk copy (None). A `strong` one races with nothing of
+        its own launch.
 
         `values` [n, size] is what a thread is about to write: of threads that write what lies there already, one after
         the other, the outcome is defined (PTX ISA 8.7.2).
         """
+        by_lane = lanes is not None
         if self.chain.before:
             self.chain.check(buffer, addresses, size, warp.clock, writes=True, by_lane=by_lane)
         shadow = self._shadow(buffer)
@@ -279,11 +317,14 @@ class GlobalRaces:
         if not strong:
             self._check(shadow, granules, shadow.writer, buffer, warp, "is overwritten", by_lane, (addresses, values))
             self._check(shadow, granules, shadow.reader, buffer, warp, "is overwritten", by_lane)
-            if bulk and self.stored:
+            for marks in (shadow.writer, shadow.reader):
+                self._check_acquired(shadow, granules, marks, buffer, warp, "is overwritten", lanes, by_lane)
+            if not by_lane and self.stored:
                 self._check_fenced(shadow, granules, buffer, warp, "overwrites")
-        self.stored |= not bulk
+        self.stored |= by_lane
         shadow.writer[granules] = warp.agents.mark | stamp
         shadow.line[granules] = line
+        shadow.lanes.note(granules, lanes, 0 if strong or lanes is None else warp.meetings)
 
     def place(self, buffer: Buffer, size: int, clock: Clock) -> MemoryWords | None:
         """`buffer` and its marks as machine code finds them, for accesses of `size` bytes by the owner of `clock`.
@@ -297,19 +338,28 @@ class GlobalRaces:
             shadow.split_for(size)
         known, writer = buffer.place, None if shadow is None else shadow.writer
         if known is None or known.fields[_STATE] is not buffer.state or known.fields[_WRITER] is not writer:
-            marks = (0, 0, None, None, None, None)
+            marks = (0, 0, *[None] * 6)
             if shadow is not None:
-                marks = (shadow.base, shadow.shift, shadow.writer, shadow.reader, shadow.line, shadow.read_line)
-            known = buffer.place = MemoryWords(buffer.data.size, buffer.data, buffer.state, *marks)
+                marks = (shadow.base, shadow.shift, shadow.writer, shadow.reader, shadow.line, shadow.read_line,
+                         shadow.lanes.lane, shadow.lanes.met)  # fmt: skip
+            known = buffer.place = MemoryWords(buffer.data.size, buffer.data, buffer.state, *marks, self._partial)
         return known
 
     def copied_from(
-        self, memory: GlobalMemory, addresses: Addresses, size: int, warp: Accessor, stamp: int, *, bulk: bool
+        self,
+        memory: GlobalMemory,
+        addresses: Addresses,
+        size: int,
+        warp: Accessor,
+        stamp: int,
+        lanes: Addresses | None,
+        *,
+        bulk: bool,
     ) -> None:
         """A copy for `warp` reads `size` bytes at each address. All lie in one buffer, or the copy itself will fail."""
         buffer = memory.holding(int(addresses[0]))
         if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
-            self.read(buffer, addresses, size, warp, stamp, by_lane=False, bulk=bulk)
+            self.read(buffer, addresses, size, warp, stamp, by_lane=False, lanes=lanes, bulk=bulk)
 
     def copied_to(
         self, memory: GlobalMemory, pieces: Sequence[Pieces], warp: Accessor, line: int, *, strong: bool
@@ -323,7 +373,7 @@ class GlobalRaces:
             stamps = np.concatenate([np.full((addresses.size, 1), stamp, np.int64) for addresses, stamp in same])
             buffer = memory.holding(int(addresses[0]))
             if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
-                self.write(buffer, addresses, size, warp, stamps, line, strong=strong, by_lane=False, bulk=True)
+                self.write(buffer, addresses, size, warp, stamps, line, strong=strong, lanes=None)
 
     def _shadow(self, buffer: Buffer) -> Shadow:
         found = self._shadows.get(buffer.base)
@@ -361,6 +411,74 @@ class GlobalRaces:
                          f"{who} {did} it{at_line(line)}: a barrier, or a release and an acquire of gpu scope, "
                          "with fences if they are relaxed, is missing", lane=access if by_lane else None,
                          address=buffer.base + offset, other=OtherAccess(who, did, line)))  # fmt: skip
+
+    def _check_lanes(
+        self,
+        shadow: Shadow,
+        granules: Addresses,
+        buffer: Buffer,
+        warp: Accessor,
+        lanes: Addresses | None,
+        by_lane: bool,
+    ) -> None:
+        """Report what is read before the lanes that wrote it have been met, or by who is ordered behind others."""
+        marks = shadow.writer[granules]
+        if lanes is not None:
+            foreign = shadow.lanes.foreign(granules, lanes, warp.meetings)
+            if count_nonzero(foreign):
+                foreign &= (marks >> CLUSTER_SHIFT == warp.agents.serial) & (agent_of(marks & STAMP_MASK) == warp.agent)
+                for access, at, line in shadow.one_a_line(granules, foreign, writes=True):
+                    who = f"lane {shadow.lanes.lane[at]} of the same warp"
+                    self._report_lanes(shadow, at, buffer, access if by_lane else None, f"is read by lane "
+                                       f"{lanes[access]} after {who} wrote it at PTX line {line}, and the lanes have "
+                                       "not met in between: bar.warp.sync is missing",
+                                       OtherAccess(who, "wrote", line))  # fmt: skip
+        loose = self._partial[agent_of(marks & STAMP_MASK)] & (shadow.lanes.met[granules] > 0)
+        if not count_nonzero(loose):
+            return
+        known = warp.known()
+        for place in zip(*np.nonzero(loose), strict=True):
+            mark, at = int(marks[place]), granules[place]
+            serial, agent, epoch = mark >> CLUSTER_SHIFT, agent_of(mark & STAMP_MASK), mark & EPOCH_MASK
+            seen = int(known[serial][agent]) if serial in known else 0
+            lane, met = int(shadow.lanes.lane[at]), int(shadow.lanes.met[at])
+            loose[place] = epoch <= seen and self.releases[serial].leave_out(agent, lane, met, epoch, seen)
+        for access, at, line in shadow.one_a_line(granules, loose, writes=True):
+            who = f"lane {shadow.lanes.lane[at]} of {self._name(int(shadow.writer[at]), warp)}"
+            self._report_lanes(shadow, at, buffer, access if by_lane else None, f"is read after {who} wrote it at PTX "
+                               f"line {line}; what orders that is a release by other lanes of that warp, which the "
+                               "lane has not met in between: bar.warp.sync is missing ahead of the release",
+                               OtherAccess(who, "wrote", line))  # fmt: skip
+
+    def _check_acquired(
+        self,
+        shadow: Shadow,
+        granules: Addresses,
+        marks: Addresses,
+        buffer: Buffer,
+        warp: Accessor,
+        action: str,
+        lanes: Addresses | None,
+        by_lane: bool,
+    ) -> None:
+        """Report accesses of `marks` that only acquires by other lanes of `warp` order before."""
+        if lanes is None or warp.acquires.at != warp.meetings:
+            return
+        unknown = warp.acquires.unknown(marks[granules], lanes, warp.known())
+        wrote = marks is shadow.writer
+        for access, at, line in shadow.one_a_line(granules, unknown, writes=wrote):
+            who, did = self._name(int(marks[at]), warp), "wrote" if wrote else "read"
+            self._report_lanes(shadow, at, buffer, access if by_lane else None, f"{action} by lane {lanes[access]} "
+                               f"after {who} {did} it at PTX line {line}; what orders that is an acquire by other "
+                               "lanes, which the lane has not met since: bar.warp.sync is missing behind the acquire",
+                               OtherAccess(who, did, line))  # fmt: skip
+
+    def _report_lanes(
+        self, shadow: Shadow, granule: int, buffer: Buffer, lane: int | None, what: str, other: OtherAccess
+    ) -> None:
+        offset = shadow.offset_in(buffer, granule)
+        report(Fault("lanes-unordered", f"byte {offset} of `{buffer.name}` {what}", lane=lane,
+                     address=buffer.base + offset, other=other))  # fmt: skip
 
     def _check_fenced(self, shadow: Shadow, granules: Addresses, buffer: Buffer, warp: Accessor, action: str) -> None:
         late = _unfenced(shadow.writer[granules], warp)

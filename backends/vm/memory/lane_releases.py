@@ -25,7 +25,7 @@ class LaneReleases:
     """What the warps of a cluster have released while lanes had stored what the others had not met behind.
 
     `by_agent`: epoch, meetings and releasing lanes, in order. `partial`: of which warps some lanes released alone, by
-    agent; `any_partial`: whether there is one.
+    agent, of this cluster or of another one that shares the array; `any_partial`: whether there is one in this cluster.
     """
 
     by_agent: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict[int, list[tuple[int, int, int]]])
@@ -46,7 +46,7 @@ class LaneReleases:
 
         `lane` -1: it is not known which of the warp.
         """
-        releases = self.by_agent[agent]
+        releases = self.by_agent.get(agent, [])
         at = bisect_right(releases, seen, key=lambda one: one[0])
         if at == 0 or releases[at - 1][:2] != (seen, meetings):
             return False

@@ -1,4 +1,4 @@
-"""Which lane of its warp wrote a granule of shared memory: what nothing but the warp's own convergence orders.
+"""Which lane of its warp wrote a granule of memory: what nothing but the warp's own convergence orders.
 
 The lanes of a warp are threads of their own since sm_70. The machine lets them go on together from the first common
 instruction, sooner than silicon must, so that schedules never show a missing bar.warp.sync. Clocks are by warp. This
@@ -20,7 +20,7 @@ Addresses = npt.NDArray[np.int64]
 
 
 class LaneWrites:
-    """By 4-byte granule, of its last generic write: `lane`, and `met`, how often its warp had met before.
+    """By granule, of its last generic write: `lane`, and `met`, how often its warp had met before.
 
     `lane` is -1 where all lanes wrote it together (stmatrix). `met` is 0 where it does not matter: no write, a strong
     one, or one of less than a granule.
@@ -30,11 +30,14 @@ class LaneWrites:
         self.lane = np.zeros(granules, np.int8)
         self.met = np.zeros(granules, np.int32)
 
-    def note(self, offsets: Addresses, size: int, lanes: Addresses, meetings: int) -> None:
-        """Lanes [n] of a warp that has met `meetings` times wrote `size` bytes at `offsets` [n]."""
-        granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
-        self.lane[granules] = lanes[:, None] if lanes.size == offsets.size else -1
-        self.met[granules] = meetings if size >= 4 else 0
+    def note(self, granules: Addresses, lanes: Addresses | None, meetings: int) -> None:
+        """Lanes [n] of a warp that has met `meetings` times wrote granules [n, k]. None: it is not known which."""
+        self.lane[granules] = -1 if lanes is None else lanes[:, None]
+        self.met[granules] = meetings
+
+    def split(self, times: int) -> None:
+        """Each granule becomes as many as `times`."""
+        self.lane, self.met = np.repeat(self.lane, times), np.repeat(self.met, times)
 
     def foreign(self, granules: Addresses, lanes: Addresses, meetings: int) -> npt.NDArray[np.bool_]:
         """Which of granules [n, k] another lane than lanes [n] wrote since the warp met for the `meetings`-th time."""

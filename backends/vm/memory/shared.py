@@ -139,6 +139,12 @@ class SharedMemory:
                          f"{line}, and the lanes have not met in between: bar.warp.sync is missing", lane=at,
                          address=4 * granule, other=OtherAccess(who, "wrote", line)))  # fmt: skip
 
+    def note_lanes(self, offsets: Addresses, size: int, lanes: Addresses, meetings: int) -> None:
+        """After a store of `size` bytes at each of `offsets`: by `lanes` [n], or by all together if these are others
+        than who gave the offsets, of a warp that has met `meetings` times."""
+        granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
+        self.lanes.note(granules, lanes if lanes.size == offsets.size else None, meetings if size >= 4 else 0)
+
     def undefine(self, offsets: Addresses, missing: Mask, origin: Origin) -> None:
         """An undefined value of `origin` was stored at `offsets` [n]: the bytes `missing` [n, size] of it."""
         at = (offsets[:, None] + np.arange(missing.shape[1]))[missing]

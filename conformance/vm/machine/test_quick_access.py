@@ -16,12 +16,14 @@ from backends.vm.isa import warp_mma
 from backends.vm.machine import quick_access
 from backends.vm.machine.machine import Machine
 from backends.vm.machine.quick_access import QuickAccess
+from backends.vm.machine.warp import Warp
 from backends.vm.memory import compiled_access
 from backends.vm.memory.access_code import NO
 from conformance.vm.kernel import Kernel
 
 _TYPES = {"u8": 1, "s8": 1, "u16": 2, "s16": 2, "b32": 4, "s32": 4, "u64": 8, "b64": 8}
 _SPACES = {"shared": "%r1", "global": "%rd2", "": "%rd3"}
+_FLAGS = ("st.release.gpu.global.u32 [%flag], 1;", "ld.acquire.gpu.global.u32 %r2, [%flag];")
 _ACCESSES = 30
 _PROGRAMS = range(12)
 
@@ -36,6 +38,8 @@ def _kernel(seed: int, mark: str) -> Kernel:
     for _ in range(_ACCESSES):
         if draw.random() < 0.35:
             lines.append(draw.choice(["bar.sync 0;", "bar.sync 0;", "bar.warp.sync -1;"]))
+        if draw.random() < 0.2:
+            lines.append(draw.choice(["", "@%p0 ", "@!%p1 "]) + draw.choice(_FLAGS))
         if threads == 64 and draw.random() < 0.15:
             lines.append(_rows_of_matrices(draw))
             continue
@@ -61,7 +65,7 @@ def _kernel(seed: int, mark: str) -> Kernel:
         "mul.wide.u32 %rd2, %tx, 16; mov.u32 %r3, %cta; mul.wide.u32 %rd4, %r3, 1024; add.u64 %rd2, %rd2, %rd4;"
     )
     lines.append("add.u64 %rd2, %rd2, %y; st.global.v4.b32 [%rd2], {%r10, %r11, %r12, %r13}; ret;")
-    buffers = {"x": np.zeros(4096, np.uint8), "y": np.zeros(512, np.uint32)}
+    buffers = {"x": np.zeros(4096, np.uint8), "y": np.zeros(512, np.uint32), "flag": np.zeros(1, np.uint32)}
     return Kernel("\n".join([*lines, f"// {mark}"]), buffers, grid=(2, 1, 1), block=(threads, 1, 1))
 
 
@@ -124,7 +128,7 @@ def test_machine_code_does_as_numpy_does() -> None:
         assert any(answer & bit for answer in done), f"no program has met an {what}"
 
 
-def _never_late(self: object, stamp: object) -> ir.Constant:
+def _never(*arguments: object) -> ir.Constant:
     return ir.Constant(ir.IntType(1), 0)
 
 
@@ -133,7 +137,8 @@ def _nothing(*arguments: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "broken"), [("_late", _never_late), ("_look_for_undefined", _nothing), ("_count_banks", _nothing)]
+    ("method", "broken"),
+    [("_late", _never), ("_loose", _never), ("_look_for_undefined", _nothing), ("_count_banks", _nothing)],
 )
 def test_machine_code_that_does_not_look_is_found_out(
     monkeypatch: pytest.MonkeyPatch, method: str, broken: object
@@ -148,6 +153,12 @@ def test_machine_code_that_does_not_look_is_found_out(
             list(map(_both, _PROGRAMS, [method] * len(_PROGRAMS)))
     finally:
         compiled_access.performer.cache_clear()
+
+
+def test_machine_code_where_a_lane_knows_less_than_its_warp_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Warp, "knows_unevenly", lambda self: False)
+    with pytest.raises(AssertionError, match="with machine code"):
+        list(map(_both, _PROGRAMS, ["unevenly"] * len(_PROGRAMS)))
 
 
 def test_rows_of_matrices_in_wrong_places_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def _deed(draw: np.random.Generator, memory: SharedMemory, clocks: list[Clock]) 
 
     def store() -> None:
         memory.store(offsets, values, clock, mark, line)
-        memory.lanes.note(offsets, size, np.arange(8), 1)
+        memory.note_lanes(offsets, size, np.arange(8), 1)
         agents.releases.note(own, epoch, 1, int(draw.choice([1, (1 << 32) - 1])))
 
     return store

@@ -1,0 +1,53 @@
+"""What some lanes of a warp have acquired alone, and its other lanes do not know before they meet them.
+
+The clock of a warp takes over what any of its lanes acquires from a flag. This knows more until the lanes meet next,
+which lanes.py says what counts as.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.vm.memory.clocks import CLUSTER_SHIFT, EPOCH_MASK, STAMP_MASK, Snapshot, agent_of
+
+
+@dataclass(slots=True)
+class LaneAcquires:
+    """Since a warp has met for the `at`-th time: what it knew `before` any lanes acquired alone, and after each time,
+    with these lanes as bits. Of a lane its last acquire counts."""
+
+    at: int = 0
+    before: Snapshot = field(default_factory=Snapshot)
+    after: list[tuple[int, Snapshot]] = field(default_factory=list[tuple[int, Snapshot]])
+
+    def note(self, lanes: int, meetings: int, before: Snapshot, after: Snapshot) -> None:
+        """`lanes` of a warp that has met `meetings` times have acquired what makes `after` out of `before`."""
+        if self.at != meetings:
+            self.at, self.before, self.after = meetings, before, []
+        self.after = [*(one for one in self.after if one[0] & ~lanes), (lanes, after)]
+
+    def concern(self, lanes: int) -> bool:
+        """Whether some of `lanes` may not know what their warp knows, which has not met since."""
+        return bool(lanes & ~self.after[-1][0])
+
+    def unknown(
+        self, marks: npt.NDArray[np.int64], lanes: npt.NDArray[np.int64], now: Snapshot
+    ) -> npt.NDArray[np.bool_]:
+        """Which of marks [n, k] lanes [n] know by acquires of other lanes alone, where the warp knows `now`."""
+        found = np.zeros(marks.shape, np.bool_)
+        for at, lane in enumerate(lanes.tolist()):
+            known = next((after for by, after in reversed(self.after) if by >> lane & 1), self.before)
+            if known is self.after[-1][1]:
+                continue
+            for column, mark in enumerate(marks[at].tolist()):
+                cluster, agent, epoch = mark >> CLUSTER_SHIFT, agent_of(mark & STAMP_MASK), mark & EPOCH_MASK
+                own, acquired, last = (_of(one, cluster, agent) for one in (known, self.after[-1][1], now))
+                found[at, column] = own < epoch <= acquired == last
+        return found
+
+
+def _of(known: Snapshot, cluster: int, agent: int) -> int:
+    return int(known[cluster][agent]) if cluster in known else 0
