@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from conformance.gpu.same_bits import BACKENDS, TARGET, Key, rows_of
-from megamoe.contract import UnsupportedError, load_backend
+from conformance.gpu.same_bits import BACKENDS, TARGET, Key, part_of, program_of, rows_of
 from megamoe.judge.figures import program_sha256
 from megamoe.records.files import read_records
 from megamoe.records.lines import Record
@@ -38,12 +37,8 @@ def newest(records: Sequence[Path]) -> dict[Key, Record]:
 
 def built(key: Key) -> str | None:
     """The digest of today's program of a row; None if its backend does not take it."""
-    case_id, backend = key
-    spec = load_specs()[case_id.partition(":")[0]]
-    try:
-        return program_sha256(load_backend(backend).build(spec.parse_case(case_id), TARGET).ptx)
-    except UnsupportedError:
-        return None
+    found = program_of(load_specs()[key[0].partition(":")[0]], key)
+    return None if found is None else program_sha256(found[0].ptx)
 
 
 def lacking(today: Mapping[Key, str | None], judged: Mapping[Key, Record]) -> Iterator[str]:
@@ -66,12 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", required=True)
     parser.add_argument("--profile", action="append", help="full and gpu if none is given")
     parser.add_argument("--backend", action="append", help="both of ours if none is given")
-    parser.add_argument("--part", default="1/1", help="I/N: only the I-th of N parts")
+    parser.add_argument("--part", type=part_of, default="1/1", help="I/N: only the I-th of N parts")
     given = parser.parse_args(arguments)
-    index, count = map(int, given.part.split("/"))
     backends = given.backend or BACKENDS
     rows = dict.fromkeys(key for profile in given.profile or PROFILES for key in rows_of(given.op, profile, backends))
-    today = {key: built(key) for key in list(rows)[index - 1 :: count]}
+    today = {key: built(key) for key in list(rows)[given.part.index - 1 :: given.part.count]}
     found = list(lacking(today, newest(given.records)))
     for sentence in found:
         print(sentence)

@@ -114,7 +114,8 @@ def _run(given: argparse.Namespace) -> int:
     return sum(bool(left.fault) for left in found.values())
 
 
-def _part(text: str) -> Nth:
+def part_of(text: str) -> Nth:
+    """I/N on a command line."""
     try:
         return Nth.parse(text)
     except SelectionError as error:
@@ -176,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--op", required=True)
     run.add_argument("--profile", default="full")
     run.add_argument("--backend", action="append", help="both of ours if none is given")
-    run.add_argument("--part", type=_part, default="1/1", help="I/N: only the I-th of N parts")
+    run.add_argument("--part", type=part_of, default="1/1", help="I/N: only the I-th of N parts")
     run.add_argument("--known", type=Path, help="a record: not its rows of today's programs without a difference")
     run.set_defaults(do=_run)
     compare = commands.add_parser("compare", help="count the elements that differ")

@@ -75,12 +75,16 @@ def _specs(folder: Path | None) -> dict[str, Spec]:
 _LAST: dict[tuple[Case, str], Expected] = {}
 
 
-def expected_for(case: Case, home: str) -> Expected:
+def expected_for(spec: Spec, case: Case, home: str) -> Expected:
     """Inputs, oracle and simulated reference of `case`, on the device `home`."""
     if (case, home) not in _LAST:
-        # Rows of one layer share its weights, for as long as somebody has them.
-        shared = [last.inputs for last in _LAST.values()]
+        # Rows of one layer share its weights, for as long as somebody has them. Those of another are let go of first:
+        # two sets are gigabytes.
+        last = {name: tensor for before in _LAST.values() for name, tensor in before.inputs.items()}
         _LAST.clear()
+        shapes = {name: spec.shape(name, case) for name in spec.tensors_of(case)}
+        shared = [last.pop(name) for name in list(last) if tuple(last[name].shape) == shapes.get(name)]
+        last.clear()
         inputs = reference(case.op).make_inputs(case, home)
         del shared
         _LAST[case, home] = expected_of(case, inputs)
@@ -154,7 +158,7 @@ def _investigate(row: Row, specs: Mapping[str, Spec], findings: _Findings, bench
     built = bench.runners.build(row, case, deadline)
     findings.ptx, findings.artifact = built.ptx, built.artifact
     assembling = _assembling(row, built, bench.assemblies)
-    expected = expected_for(case, home_of(layouts_of(spec, case), bench.runners.device(row, deadline)))
+    expected = expected_for(spec, case, home_of(layouts_of(spec, case), bench.runners.device(row, deadline)))
     findings.inputs, findings.oracle = expected.inputs, expected.oracle
     began = time.perf_counter()
     ran = bench.runners.run(row, built, (spec, case, expected.inputs), deadline)

@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from megamoe.judge.judge import expected_for, judge
 from megamoe.judge.run import RunSettings, chosen_for_audits, judged
 from megamoe.judge.side_by_side import agreements, leave_outputs
 from megamoe.ops import reference
-from megamoe.ops.nvfp4_moe.inputs import COUNTED
+from megamoe.ops.nvfp4_moe.inputs import COUNTED, draw_topk_ids
 from megamoe.records.files import read_records
 from megamoe.records.lines import Record, record_of
 from megamoe.spec.load import load_specs
@@ -99,14 +101,26 @@ def test_each_real_layer_has_an_audited_row() -> None:
 def test_weights_of_a_real_layer_are_let_go_of_when_another_op_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gigabytes of a device, which the judge has in common with every runner."""
     monkeypatch.setattr("megamoe.ops.nvfp4_moe.inputs.COUNTED", 128 * 128)
-    spec = load_specs()["nvfp4_moe"]
+    spec, fmha = (load_specs()[op] for op in ("nvfp4_moe", "fmha"))
     one = spec.case(hidden=128, intermediate=128, num_experts=4, tokens=5)
-    weights = weakref.ref(expected_for(one, "cpu").inputs["w1_codes"])
-    shared = expected_for(spec.vary(one, tokens=6), "cpu").inputs["w1_codes"]
+    weights = weakref.ref(expected_for(spec, one, "cpu").inputs["w1_codes"])
+    shared = expected_for(spec, spec.vary(one, tokens=6), "cpu").inputs["w1_codes"]
     assert shared is weights(), "the next row of the layer drew its weights again"
     del shared
-    expected_for(load_specs()["fmha"].parse_case(CASE), "cpu")
+    seen: list[bool] = []
+    monkeypatch.setattr("megamoe.ops.nvfp4_moe.inputs.draw_topk_ids", partial(_noted, seen, weights))
+    other = expected_for(spec, spec.vary(one, hidden=256), "cpu").inputs["w1_codes"]
+    assert seen == [True], "two layers' weights are there at once"
+    weights = weakref.ref(other)
+    del other
+    expected_for(fmha, fmha.parse_case(CASE), "cpu")
     assert weights() is None, "a row of attention finds the weights of the rows before it still there"
+
+
+def _noted(seen: list[bool], weights: Callable[[], torch.Tensor | None], case: Case) -> torch.Tensor:
+    """The choices of a case, and whether `weights` are gone by then."""
+    seen.append(weights() is None)
+    return draw_topk_ids(case)
 
 
 def test_its_neighbours_pass(records: dict[Row, Record]) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -33,13 +34,16 @@ def test_the_page_names_each_example() -> None:
 def test_the_costs_on_the_page_are_those_of_the_record() -> None:
     page = (ROOT / "docs" / "torch.md").read_text("utf-8")
     record = json.loads((ROOT / "results" / "records" / "h200-torch-ops.json").read_text("utf-8"))
-    found = record["operators, the session of h200-fmha-forms"]
+    processes = record["operators, six processes on two hosts"]
     for line, name in {
         "the operator": "torch.ops.megamoe.attention",
         "of it allocating outputs and workspaces, and the launch": "launch path: allocate, address, launch",
         "of it the launch": "launch alone",
     }.items():
-        ours = [f"{found[f'attention_cost {backend}'][name]['median']:.1f}" for backend in ("ptx", "cutedsl")]
+        ours = [
+            f"{median(one[f'attention_cost {backend}'][name]['median'] for one in processes):.1f}"
+            for backend in ("ptx", "cutedsl")
+        ]
         assert f"| {line} | {' | '.join(ours)} |" in page, f"{line}: the record has {ours}"
     for tokens in (64, 512, 4096):
         times = record["ranks"][f"{tokens} tokens"]
