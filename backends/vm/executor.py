@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -45,10 +45,11 @@ class VmExecutor:
     """Runs PTX for sm_90a and sm_100a on the CPU. Tensors are mapped where they lie, without a copy.
 
     `findings` collects what a launch can go on after, as at the doors; without it the first fault ends the run. It
-    keeps `lines_run` then: the PTX lines that some warp has executed.
+    keeps `lines_run` then: the PTX lines that some warp has executed. `machines` makes the machine of each run.
     """
 
     name = "vm"
+    machines: Callable[[str, str, int, Recorder | None], Machine] = Machine
     findings: Findings | None = None
     lines_run: frozenset[int] = frozenset()
     _machine: Machine | None = None
@@ -68,7 +69,7 @@ class VmExecutor:
         arguments do not fit this machine; UnsupportedError for a Python call.
         """
         recorder = Recorder() if options.trace else None
-        self._machine = machine = Machine(options.schedule, options.accumulate, options.step_budget, recorder)
+        self._machine = machine = self.machines(options.schedule, options.accumulate, options.step_budget, recorder)
         machine.looks_after_each, machine.findings = self.findings is not None, self.findings
         violation = None
         try:

@@ -1,8 +1,9 @@
 """How far measured rows are from the bars that were set for them: python -m conformance.bench.bars > results/bars.md.
 
 A bar holds microseconds of one session, all of a row by turns on the same buffers, against a peer, a bare read of its
-bytes, a floor, a row's own GEMMs, or the other backend. Records are those of `conformance.bench.turns record` and of
-`conformance.gpu.moe_rows`.
+bytes, a floor, or the other backend. A layer is held against its own GEMMs as one profile saw both: by turns with
+others, and behind them, a device at its power cap has other clocks. Records are those of `conformance.bench.turns
+record` and of `conformance.gpu.moe_rows`.
 """
 
 from __future__ import annotations
@@ -106,9 +107,9 @@ def layer_bars(rows: Sequence[Mapping[str, Any]]) -> Iterator[Bar]:
     spec = load_specs()["nvfp4_moe"]
     for line in rows:
         case = spec.parse_case(line["case"])
-        row, times = _short(case), {name: float(found[0]) for name, found in line["us"].items()}
-        ours = times["cutedsl"]
-        yield Bar(row, "cutedsl", ours, *_asked_of_layer(case, line))
+        row, ours = _short(case), _by_turns(line)
+        times = {name: float(found[0]) for name, found in line["us"].items()}
+        yield _asked_of_layer(case, line)
         for name, us in sorted(times.items(), key=lambda one: one[1]):
             if name in _PEERS_OF_GEMMS:
                 yield Bar(row, "cutedsl", ours, us, name)
@@ -116,18 +117,23 @@ def layer_bars(rows: Sequence[Mapping[str, Any]]) -> Iterator[Bar]:
         yield Bar(row, "ptx", times["ptx"], RAW_PTX_OVER_CUTEDSL * ours, f"{RAW_PTX_OVER_CUTEDSL} x CuTeDSL")
 
 
-def _asked_of_layer(case: Case, line: Mapping[str, Any]) -> tuple[float, str]:
-    routes, hidden = int(line["routes_here"]), case.int("hidden")
+def _asked_of_layer(case: Case, line: Mapping[str, Any]) -> Bar:
+    row, routes, hidden = _short(case), int(line["routes_here"]), case.int("hidden")
     if case["stage"] != "layer":
         at = _ROWS_AN_EXPERT.index(routes // case.int("num_experts"))
         floor = FLOORS[str(case["stage"])][at]
-        return floor / SHARES[at], f"floor {floor} / {SHARES[at]}"
+        return Bar(row, "cutedsl", _by_turns(line), floor / SHARES[at], f"floor {floor} / {SHARES[at]}")
     kernels: Times = line["kernels_us"]["cutedsl"]
     gemms = sum(us for name, us in kernels.items() if any(part in name for part in _GEMMS))
     gathered = routes * hidden * (9 / 16 + 2)
     combined = 2 * hidden * (routes + case.int("tokens"))
     moved = 1e6 * (gathered + combined) / COPY_RATE
-    return gemms + BESIDE_GEMMS_US + moved, f"GEMMs {gemms:.1f} + {BESIDE_GEMMS_US} + {moved:.1f} of gather and combine"
+    against = f"GEMMs {gemms:.1f} + {BESIDE_GEMMS_US} + {moved:.1f} of gather and combine"
+    return Bar(row, "cutedsl", sum(kernels.values()), gemms + BESIDE_GEMMS_US + moved, against)
+
+
+def _by_turns(line: Mapping[str, Any]) -> float:
+    return float(line["us"]["cutedsl"][0])
 
 
 def _short(case: Case) -> str:
@@ -141,7 +147,7 @@ def page() -> str:
     """results/bars.md."""
     rows = json.loads(ATTENTION.read_text("utf-8"))
     layers = json.loads(LAYERS.read_text("utf-8"))["sessions"][-1]["rows"]
-    parts = (*_attention(rows, list(attention_bars(rows))), "", *_layers(list(layer_bars(layers))))
+    parts = (*_attention(rows, list(attention_bars(rows))), "", *_layers(layers, list(layer_bars(layers))))
     return "\n".join([*_HEAD, "", *parts, ""])
 
 
@@ -173,19 +179,22 @@ def _attention(rows: Mapping[str, Mapping[str, Any]], bars: Sequence[Bar]) -> It
         )
 
 
-def _layers(bars: Sequence[Bar]) -> Iterator[str]:
+def _layers(rows: Sequence[Mapping[str, Any]], bars: Sequence[Bar]) -> Iterator[str]:
     yield "## NVFP4 layer"
     yield ""
     yield f"48 experts of 7168 / 3072. Record: [{LAYERS.name}](records/{LAYERS.name}), its last session. {_tally(bars)}"
     yield ""
     yield "| row | CuTeDSL | at most | best peer | raw PTX / CuTeDSL |"
     yield "|---|---|---|---|---|"
-    for row in dict.fromkeys(bar.row for bar in bars):
+    spec = load_specs()["nvfp4_moe"]
+    for line in rows:
+        row, ours = _short(spec.parse_case(line["case"])), _by_turns(line)
         asked, *peers, raw = (bar for bar in bars if bar.row == row)
+        profiled = f"; in its profile {asked.us:.1f}" if asked.us != ours else ""
         best = "".join(f"{peer.against} {peer.allowed:.1f}{_missed(peer)}" for peer in peers)
         yield (
-            f"| {row} | {asked.us:.1f} | {asked.allowed:.1f}: {asked.against}{_missed(asked)} | {best}"
-            f" | {raw.us / asked.us:.2f}{_missed(raw)} |"
+            f"| {row} | {ours:.1f} | {asked.allowed:.1f}: {asked.against}{profiled}{_missed(asked)} | {best}"
+            f" | {raw.us / ours:.2f}{_missed(raw)} |"
         )
 
 

@@ -6,8 +6,9 @@
 
 `run` draws the inputs of each row of a profile, as the judge does, and keeps what its program of sm_90a leaves; the
 machine models an H200's tensor core to the bit. `--part 2/8` is the second eighth of the rows. `compare` counts the
-elements that differ in any bit. Elements that may hold anything count as equal. With `--known RECORD` a row that an
-older record has of the same program is not run again, and `compare` takes its line from there.
+elements that differ in any bit. Elements that may hold anything count as equal. With `--known RECORD` a row of which an
+older record says that no bit differs is not run again while its program is the same, and `compare` takes its line from
+there. Lines of other programs, and of cases that no profile has any more, are left out.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from typing import Any, Final
 import torch
 
 from conformance.gpu.probe import differences
-from megamoe.contract import HostProgram, RunOptions, UnsupportedError, load_backend, load_executor
+from megamoe.contract import AnyProgram, HostProgram, RunOptions, UnsupportedError, load_backend, load_executor
 from megamoe.judge.guarded import GuardedCase
+from megamoe.records.shards import Nth
 from megamoe.spec.load import load_specs
-from megamoe.spec.selection import Selection, owed_rows
+from megamoe.spec.selection import Selection, SelectionError, owed_rows
+from megamoe.spec.spec import Spec
 
 TARGET: Final = "sm_90a"
 BACKENDS: Final = ("cutedsl", "ptx")
@@ -54,19 +57,24 @@ def rows_of(op: str, profile: str, backends: Sequence[str]) -> list[Key]:
     return [(row.case, row.backend) for row in owed_rows(load_specs(), selection)]
 
 
-def left_by(key: Key, executor_name: str, known: Container[tuple[str, str, str]] = ()) -> Left | None:
-    """What the program of a row leaves; None if its backend has none, or if `known` has the row of this program."""
+def program_of(spec: Spec, key: Key) -> tuple[AnyProgram, str] | None:
+    """The program of a row, and what Left calls it; None if its backend has none."""
     case_id, backend = key
-    spec = load_specs()[case_id.partition(":")[0]]
-    case = spec.parse_case(case_id)
     try:
-        program = load_backend(backend).build(case, TARGET)
+        program = load_backend(backend).build(spec.parse_case(case_id), TARGET)
     except UnsupportedError:
         return None
     text = (program.ptx or "").encode() + (program.host_object if isinstance(program, HostProgram) else b"")
-    name = hashlib.sha256(text).hexdigest()
-    if (*key, name) in known:
+    return program, hashlib.sha256(text).hexdigest()
+
+
+def left_by(key: Key, executor_name: str, known: Container[tuple[str, str, str]] = ()) -> Left | None:
+    """What the program of a row leaves; None if its backend has none, or if `known` has the row of this program."""
+    spec = load_specs()[key[0].partition(":")[0]]
+    built = program_of(spec, key)
+    if built is None or (*key, built[1]) in known:
         return None
+    (program, name), case = built, spec.parse_case(key[0])
     options = RunOptions(accumulate="hopper") if executor_name == "vm" else RunOptions()
     try:
         ran = GuardedCase(spec, case, load_executor(executor_name)).run(program, options)
@@ -95,16 +103,22 @@ def compared(device: Mapping[Key, Left], machine: Mapping[Key, Left]) -> list[di
 
 
 def _run(given: argparse.Namespace) -> int:
-    index, count = map(int, given.part.split("/"))
     found: dict[Key, Left] = {}
     given.file.write_bytes(pickle.dumps(found))
-    known = {(*_key(line), line["program_sha256"]) for line in _lines(given.known)}
-    for key in rows_of(given.op, given.profile, given.backend or BACKENDS)[index - 1 :: count]:
+    known = {(*_key(line), line["program_sha256"]) for line in _lines(given.known) if not _differs(line)}
+    for key in rows_of(given.op, given.profile, given.backend or BACKENDS)[given.part.index - 1 :: given.part.count]:
         if (left := left_by(key, given.executor, known)) is not None:
             found[key] = left
             given.file.write_bytes(pickle.dumps(found))
             print(f"{key[0]} {key[1]}: {left.fault or 'ran'}", flush=True)
     return sum(bool(left.fault) for left in found.values())
+
+
+def _part(text: str) -> Nth:
+    try:
+        return Nth.parse(text)
+    except SelectionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _lines(record: Path | None) -> list[dict[str, Any]]:
@@ -115,18 +129,40 @@ def _key(line: Mapping[str, Any]) -> Key:
     return line["case"], line["backend"]
 
 
+def _differs(line: Mapping[str, Any]) -> bool:
+    """Whether a bit differs, or one side has nothing to compare."""
+    return "differing" not in line or any(line["differing"].values())
+
+
+def todays(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of cases that a profile has, and of the programs that their backends build by now."""
+    specs = load_specs()
+    cases = {case.id for spec in specs.values() for profile in spec.profiles.values() for case in profile.cases}
+    found: list[Mapping[str, Any]] = []
+    for line in lines:
+        if line["case"] in cases:
+            built = program_of(specs[line["case"].partition(":")[0]], _key(line))
+            if built is not None and built[1] == line["program_sha256"]:
+                found.append(line)
+    return found
+
+
 def _compare(given: argparse.Namespace) -> int:
     device, machine = (
         {key: left for path in paths for key, left in pickle.loads(path.read_bytes()).items()}
         for paths in (given.device, given.machine)
     )
-    lines = {_key(line): line for line in (*_lines(given.known), *compared(device, machine))}
+    before = _lines(given.known)
+    known = todays(before)
+    lines = {_key(line): line for line in (*known, *compared(device, machine))}
     found = [lines[key] for key in sorted(lines)]
     given.file.write_text("[\n" + ",\n".join(json.dumps(line) for line in found) + "\n]\n")
-    differing = [line for line in found if "differing" not in line or any(dict(line["differing"]).values())]  # pyright: ignore
+    differing = [line for line in found if _differs(line)]
     for line in differing:
         print(json.dumps(line))
     print(f"{len(found)} rows, {len(differing)} differ; the device ran {len(device)}, the machine {len(machine)}")
+    if len(known) < len(before):
+        print(f"{len(before) - len(known)} lines of {given.known} are of other programs than today's, or of no profile")
     return len(differing)
 
 
@@ -140,14 +176,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--op", required=True)
     run.add_argument("--profile", default="full")
     run.add_argument("--backend", action="append", help="both of ours if none is given")
-    run.add_argument("--part", default="1/1", help="I/N: only the I-th of N parts")
-    run.add_argument("--known", type=Path, help="a record: not its rows, if their programs are today's")
+    run.add_argument("--part", type=_part, default="1/1", help="I/N: only the I-th of N parts")
+    run.add_argument("--known", type=Path, help="a record: not its rows of today's programs without a difference")
     run.set_defaults(do=_run)
     compare = commands.add_parser("compare", help="count the elements that differ")
     compare.add_argument("file", type=Path, help="takes the record")
     compare.add_argument("--device", type=Path, nargs="+", required=True)
     compare.add_argument("--machine", type=Path, nargs="+", required=True)
-    compare.add_argument("--known", type=Path, help="a record, whose other rows the new one takes over")
+    compare.add_argument("--known", type=Path, help="a record: takes over its other rows of today's programs")
     compare.set_defaults(do=_compare)
     given = parser.parse_args(arguments)
     return given.do(given)

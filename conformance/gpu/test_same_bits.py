@@ -60,6 +60,34 @@ def test_the_command_takes_parts_and_counts_what_differs(tmp_path: Path, capsys:
     assert main(["run", here, *part, *known]) == 0
     assert main(["compare", str(record), "--device", here, "--machine", here, *known]) == 0
     assert "1 rows, 0 differ; the device ran 0" in capsys.readouterr().out, "a known row of the same program ran again"
-    record.write_text(json.dumps([line | {"program_sha256": "0"}]), "utf-8")
-    assert main(["run", here, *part, *known]) == 0
-    assert list(pickle.loads(Path(here).read_bytes())) == [rows[-1]], "a row of another program counts as known"
+    for what, other in (
+        ("of another program", line | {"program_sha256": "0"}),
+        ("that differs", line | {"differing": dict.fromkeys(line["differing"], 1)}),
+    ):
+        record.write_text(json.dumps([other]), "utf-8")
+        assert main(["run", here, *part, *known]) == 0
+        assert list(pickle.loads(Path(here).read_bytes())) == [rows[-1]], f"a row {what} counts as known"
+
+
+def test_a_record_keeps_no_line_of_a_program_or_a_case_of_the_past(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody has run such a row, so that no new line takes the place of the old one."""
+    left = left_by(KEY, "vm")
+    assert left is not None, f"{KEY} has no program"
+    line = compared({KEY: left}, {KEY: left})[0]
+    gone = str(line["case"]).replace("tokens=10", "tokens=11")
+    old, new, nothing = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "nothing"
+    nothing.write_bytes(pickle.dumps({}))
+    old.write_text(json.dumps([line, line | {"backend": "cutedsl"}, line | {"case": gone}]), "utf-8")
+    sides = ["--device", str(nothing), "--machine", str(nothing)]
+    assert main(["compare", str(new), *sides, "--known", str(old)]) == 0
+    assert json.loads(new.read_text("utf-8")) == [line], "a line stands for a program or a case that is not today's"
+    assert f"2 lines of {old} are of other programs" in capsys.readouterr().out, "it does not say what it left out"
+
+
+@pytest.mark.parametrize("part", ["0/8", "9/8", "1", "1/0", "a/b", "-1/8", ""])
+def test_a_part_that_is_none_is_refused(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", str(tmp_path / "left"), "--op", "fmha", f"--part={part}"])
+    assert "argument --part: " in capsys.readouterr().err, f"nobody says what part {part!r} should be"

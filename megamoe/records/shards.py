@@ -44,7 +44,7 @@ class Nth:
         """ "2/3" -> the second of three. SelectionError for anything else."""
         match = _NTH.fullmatch(text)
         if not match:
-            raise SelectionError(f"--shard {text[:40]!r} is not of the form INDEX/COUNT, such as 1/4")
+            raise SelectionError(f"shard {text[:40]!r} is not of the form INDEX/COUNT, such as 1/4")
         index, count = int(match[1]), int(match[2])
         if not 1 <= index <= count <= MAX_SHARDS:
             raise SelectionError(

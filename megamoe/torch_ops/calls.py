@@ -292,6 +292,7 @@ class DeviceCall:
         self._launch = self._loaded.launch
         # Code that torch.compile writes calls these names of torch._C too: their public kin parse options and make
         # objects of streams, which costs as much as the launch. A torch without CUDA has none of them.
+        self._others = torch.cuda.device_count() > 1
         self._current_device: Callable[[], int] = torch._C._cuda_getDevice
         self._stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
@@ -301,7 +302,7 @@ class DeviceCall:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Enqueues it on torch's current stream. DeviceError if the driver refuses."""
         device = self._device
-        if self._current_device() != device:
+        if self._others and self._current_device() != device:
             with torch.cuda.device(device):
                 return self(inputs)
         stream = self._stream_of(device)
@@ -321,7 +322,8 @@ class DeviceCall:
             addresses += [base + offset for offset in self._kept_offsets]
         if self._bytes:
             places = self._places.get(stream)
-            if places is None or self._capturing():
+            # Stream 0 is the legacy one, which cannot be captured (CUDA runtime API, cudaStreamBeginCapture).
+            if places is None or (stream and self._capturing()):
                 # What is enqueued on the stream later may have its memory: it may die before the kernels end.
                 _held, places = self._workspaces(stream)
             addresses += places

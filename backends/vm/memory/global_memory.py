@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -146,6 +146,11 @@ class GlobalMemory:
         self._bases.insert(index, base)
         self._buffers.insert(index, buffer)
         return buffer
+
+    @property
+    def buffers(self) -> Sequence[Buffer]:
+        """What is mapped, by address."""
+        return self._buffers
 
     def place_above(self, address: int) -> None:
         """Place buffers from `address` on, clear of those mapped at real addresses."""

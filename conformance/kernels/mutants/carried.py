@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backends.vm import executor as vm
+from backends.vm.executor import VmExecutor
 from backends.vm.machine.code import BoundFunction
 from backends.vm.machine.machine import Machine
 from backends.vm.machine.special import Dim3
@@ -58,14 +58,11 @@ class Noted:
 
 
 class Noting(Machine):
-    """A machine that notes launches and performs none. `latest` is the one that was made last."""
+    """A machine that notes launches and performs none."""
 
-    latest: Noting
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.noted: list[Noted] = []
-        Noting.latest = self
 
     def launch(
         self,
@@ -85,21 +82,20 @@ class Noting(Machine):
         given = tuple(bytes(one) for one in params)
         self.noted.append(Noted(function.name, grid, block, cluster, dynamic_smem, dependent, given))
 
-    def buffers(self) -> Iterator[Buffer]:
-        """Every buffer that was mapped, by address."""
-        yield from self.memory._buffers  # pyright: ignore[reportPrivateUsage]
-
 
 def noted(built: Built, program: Program | HostProgram) -> tuple[Noting, tuple[str, ...]]:
     """What `program` asks of a machine on the inputs of a case, and the names of the outputs."""
-    before, vm.Machine = vm.Machine, Noting
-    try:
-        inputs = reference(built.case.op).make_inputs(built.case)
-        guarded = GuardedCase(built.spec, built.case, vm.VmExecutor(), inputs)
-        guarded.run(program)
-    finally:
-        vm.Machine = before
-    return Noting.latest, tuple(guarded.arena.outputs)
+    made: list[Noting] = []
+
+    def noting(*given: Any) -> Noting:
+        made.append(Noting(*given))
+        return made[-1]
+
+    executor = VmExecutor()
+    executor.machines = noting
+    guarded = GuardedCase(built.spec, built.case, executor, reference(built.case.op).make_inputs(built.case))
+    guarded.run(program)
+    return made[-1], tuple(guarded.arena.outputs)
 
 
 def places(launch: Noted, buffers: Sequence[Buffer]) -> list[tuple[int, int, str, int]]:
@@ -134,7 +130,7 @@ class Carried:
         if name in self.calls:
             return name
         machine, outputs = noted(built, program)
-        buffers = list(machine.buffers())
+        buffers = list(machine.memory.buffers)
         # An input that has a scratch buffer's name stays apart: names are those of the program.
         self.calls[name] = {
             "launches": [

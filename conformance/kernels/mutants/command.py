@@ -48,6 +48,7 @@ from conformance.kernels.mutants.table import (
 )
 from conformance.kernels.mutants.unmutated import Watch, watch
 from megamoe.contract import UnsupportedError
+from megamoe.records.lines import RecordError
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError
 
@@ -66,7 +67,7 @@ def perform(options: argparse.Namespace, given: Sequence[str]) -> int:
             print(f"{DROPS} is written")
             return 0
         return _campaign(options, given)
-    except (SelectionError, SpecError, UnsupportedError, ValueError, OSError) as error:
+    except (SelectionError, SpecError, UnsupportedError, RecordError, ValueError, OSError) as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -113,7 +114,7 @@ def _campaign(options: argparse.Namespace, given: Sequence[str]) -> int:
     if not todo:
         raise ValueError("no program with PTX is selected, so there is nothing to change")
     record.append(_call(given, len(todo)))
-    again, ran, unexplained = options.again or options.holes, set[str](), 0
+    again, ran, unexplained, spent = options.again or options.holes, set[str](), 0, 0.0
     schedules = tuple(options.schedule or SCHEDULES)
 
     def argued(survivor: Outcome) -> bool:
@@ -121,11 +122,14 @@ def _campaign(options: argparse.Namespace, given: Sequence[str]) -> int:
 
     for at, outcome in run(todo, record, schedules, options.seconds, again=again, argued=argued):
         ran.add(outcome.id)
+        spent += outcome.seconds
         unexplained += not outcome.killed and blamed(outcome, known)
         print(f"{at}/{len(todo)} {_told(outcome)}", flush=True)
     left = sum(mutant.id not in (ran if again else record.by_id) for _, mutant in todo)
     killed, same = sum(one.killed for one in record.results), len(equivalent(survivors(record, known)))
     holes = len(record.results) - killed - same
+    programs = sum({id(one): one.spent for one, _ in todo}.values())
+    print(f"{len(ran)} mutants took {spent:.0f} s of processor time, their programs as they are {programs:.0f} s")
     print(f"{record.path}: {killed} killed, {same} equivalent, {holes} holes; {left} of this call are left to run")
     return int(bool(unexplained))
 

@@ -28,6 +28,8 @@ SHORT = {"l1": (_SHORT_L1,), "l2": (_SHORT_L2,), "layer": (_SHORT_L1, _SHORT_L2)
 Where a tile has several steps, a stage of the ring that a warp gives back without the others is covered by the stage
 before it. So each must be the first of a tile, and be filled again: raw PTX has 5 stages for tiles of 256 weight rows
 and 9 for tiles of 128, CuTeDSL 11 for tiles of 256."""
+ALONE = (3, 10, 20, 72)
+"""Tokens of the one expert of SHORT that are tried, beside those that an expert of the case has."""
 MANY = 128
 """Tokens of which the first of SIZES has several tiles a CTA, and SHORT takes ten seconds and more."""
 SEQUENCES, KEYS = 4, {64: 500, 128: 400, 256: 300, 512: 200}
@@ -54,13 +56,20 @@ def on_few_ctas(build: Build, spec: Spec, case: Case, text: str) -> dict[int, li
         sized = spec.vary(case, hidden=size[0], intermediate=size[1], load=load, tokens=tokens)
         return _on(build, spec, sized, count, text)
 
-    own = case.int("tokens")
+    own, experts = case.int("tokens"), case.int("num_experts")
+    fewest = sorted({-(-own * case.int("topk") // experts), *ALONE, own})
+
+    def shortest(size: tuple[int, int]) -> Sized | None:
+        lone = (spec.vary(case, hidden=size[0], intermediate=size[1], num_experts=1, topk=1, tokens=tokens)
+                for tokens in fewest)  # fmt: skip
+        return next((one for case in lone if (one := _on(build, spec, case, 1, text)) is not None), None)
+
     fewer = (*(tokens for tokens in TOKENS if tokens < own), own)
     for load, tokens, size in product(dict.fromkeys(("skewed", case["load"])), fewer, SIZES):
         made = {count: one for count in COUNTS if (one := of(size, load, tokens, count)) is not None}
         if made:
             sizes = SHORT[stage] if tokens < MANY else ()
-            short = [one for size in sizes if (one := of(size, load, tokens, 1)) is not None]
+            short = [one for size in sizes if (one := shortest(size) or of(size, load, tokens, 1)) is not None]
             return {count: [one, *(short if count == 1 else ())] for count, one in made.items()}
     return {}
 

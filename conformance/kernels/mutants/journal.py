@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from megamoe.records.files import write_file
+from megamoe.records.files import take_lock, write_file
+from megamoe.records.lines import RecordError
 
 
 class Result(Protocol):
@@ -37,7 +38,8 @@ class Ran:
 class Journal(Generic[Kept]):
     """Results by their ids, and the calls that made them.
 
-    A torn last line, as a kill leaves it, counts for nothing, and the next line is written over it.
+    A torn last line, as a kill leaves it, counts for nothing, and the next line is written over it. From its first
+    line on a process keeps the others out of its file.
     """
 
     def __init__(self, kind: type[Kept], *paths: Path) -> None:
@@ -45,15 +47,16 @@ class Journal(Generic[Kept]):
         self.path = paths[0]
         self.calls: list[Ran] = []
         self.by_id: dict[Hashable, Kept] = {}
-        self._whole: int | None = None
+        self._read_size = self._whole_size = 0
+        self._descriptor: int | None = None
         for path in paths:
             self._read(kind, path)
 
     def _read(self, kind: type[Kept], path: Path) -> None:
         held = path.read_bytes() if path.exists() else b""
         whole = held[: held.rfind(b"\n") + 1]
-        if path == self.path and whole != held:
-            self._whole = len(whole)
+        if path == self.path:
+            self._read_size, self._whole_size = len(held), len(whole)
         for number, line in enumerate(whole.splitlines() or held.splitlines(), 1):
             try:
                 if not whole:
@@ -76,20 +79,43 @@ class Journal(Generic[Kept]):
         return list(self.by_id.values())
 
     def append(self, line: Kept | Ran) -> None:
-        """Write one more line."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self._whole is not None:
-            os.truncate(self.path, self._whole)
-            self._whole = None
-        with self.path.open("a", encoding="utf-8") as out:
-            out.write(_text(line))
+        """Write one more line. RecordError if another process writes the file, or has written it since it was read."""
+        os.write(self._own(), _text(line).encode())
         self._keep(line)
 
     def leave_out(self, ids: Collection[Hashable]) -> None:
-        """Write the file anew without the results of these ids."""
+        """Write the file anew without the results of these ids. RecordError as of `append`."""
+        before = self._own()
         self.by_id = {name: one for name, one in self.by_id.items() if name not in ids}
         write_file(self.path, "".join(map(_text, (*self.calls, *self.by_id.values()))), "the lines of")
-        self._whole = None
+        self._read_size = self._whole_size = self.path.stat().st_size
+        self._descriptor = None
+        # It is another file now, and the lock of the old one keeps nobody out of it.
+        self._own()
+        os.close(before)
+
+    def close(self) -> None:
+        """Let others write."""
+        if self._descriptor is not None:
+            self._read_size = self._whole_size = os.fstat(self._descriptor).st_size
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _own(self) -> int:
+        """The open file, which no other process writes any more, behind its last whole line."""
+        if self._descriptor is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            opened = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                take_lock(opened, f"{self.path} is being written by another process; name another --record")
+                if os.fstat(opened).st_size != self._read_size:
+                    raise RecordError(f"{self.path} was written by another process since it was read; call again")
+                os.truncate(opened, self._whole_size)
+            except (RecordError, OSError):
+                os.close(opened)
+                raise
+            self._descriptor = opened
+        return self._descriptor
 
 
 def _line(kind: type[Kept], text: bytes) -> Kept | Ran:

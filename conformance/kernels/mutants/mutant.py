@@ -35,7 +35,8 @@ _SYMMETRIC = re.compile(r"setp\.(eq|ne)\b")
 _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?")
 _FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})")
 _REGISTER = re.compile(r"%[\w$]+")
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+"""Of PTX."""
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 
 
@@ -144,11 +145,14 @@ class Mutant:
             if not isinstance(program, Program):
                 raise TypeError("the launches of a host program are in its object, not in its data")
             return self.launch.of(program)
-        text = program.ptx
+        return replace(program, ptx=self.text_of(program.ptx))
+
+    def text_of(self, ptx: str) -> str:
+        """The text that this mutant was made from, with its edits and as many lines."""
         for edit in sorted(self.edits, key=lambda one: -one.begin):
-            lines = "\n" * text.count("\n", edit.begin, edit.end)
-            text = f"{text[: edit.begin]}{edit.text}{lines}{text[edit.end :]}"
-        return replace(program, ptx=text)
+            lines = "\n" * ptx.count("\n", edit.begin, edit.end)
+            ptx = f"{ptx[: edit.begin]}{edit.text}{lines}{ptx[edit.end :]}"
+        return ptx
 
 
 def program_id(ptx: str) -> str:
@@ -158,7 +162,7 @@ def program_id(ptx: str) -> str:
 
 def instructions(ptx: str) -> list[Instruction]:
     """The instructions of a text, in order."""
-    text = _COMMENT.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), ptx)
+    text = COMMENT.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), ptx)
     entries = [
         (found.start(), found[1]) for found in re.finditer(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)", text)
     ]
@@ -524,7 +528,7 @@ def _neighbour(ptx: str, code: Sequence[Instruction], at: int, step: int) -> Ins
     here = at
     while 0 <= here + step < len(code):
         first, second = sorted((code[here], code[here + step]), key=lambda each: each.begin)
-        gap = _COMMENT.sub("", ptx[first.end : second.begin])
+        gap = COMMENT.sub("", ptx[first.end : second.begin])
         here += step
         other = code[here]
         if re.search(r"[:{}]", gap) or other.opcode.startswith(("bra", "ret", "exit", "call", "brx", "trap")):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cache
 
-from conformance.kernels.mutants.campaign import Outcome, Record, Subject, killed_by, parsed_nowhere, subjects
+from conformance.kernels.mutants.campaign import Outcome, Record, Subject, killed_by, subjects
 from conformance.kernels.mutants.mutant import Mutant, mutants, program_id
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
@@ -66,7 +66,6 @@ def smoked(
         if subject is not None:
             if text not in of_program:
                 of_program = {text: {each.id: each for each in mutants(subject.built[0].program)}}
-            with parsed_nowhere():
-                answer = killer(subject, of_program[text][one.id])
+            answer = killer(subject, of_program[text][one.id])
         record.append(replace(one, smoke=answer))
         yield record.by_id[one.id]

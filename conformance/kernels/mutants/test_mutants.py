@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
 
+from conformance import ROOT
 from conformance.kernels.mutants.__main__ import main
 from conformance.kernels.mutants.campaign import (
     FEW_CTAS,
@@ -31,8 +34,9 @@ from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION, Edit, Lau
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunt
 from conformance.kernels.mutants.smoke import check_of, smoked
 from conformance.kernels.mutants.table import RECORD, TABLE, Reason, reason_of, reasons, table
-from conformance.kernels.mutants.unmutated import Watch, told, watch, watched
+from conformance.kernels.mutants.unmutated import Watch, Watched, told, watch, watched
 from megamoe.contract import BufferArg, Launch, Program, RunOptions, ScalarArg, TensorMapArg
+from megamoe.records.lines import RecordError
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import parse_marked_yaml
 from megamoe.spec.selection import Selection, owed_rows
@@ -223,7 +227,7 @@ def test_a_search_finds_the_case_that_a_matrix_lacks(program: Subject) -> None:
     (launch, *_) = whole.launches
     at = next(at for at, arg in enumerate(launch.args) if isinstance(arg, TensorMapArg) and len(arg.dims) == 3)
     short = Mutant("short", "tensor-map", 0, "heads", "heads - 1", launch=LaunchEdit(0, at, "dims", 2, -1))
-    effort = Effort(examples=15, seconds=0.4, schedules=("eager",))
+    effort = Effort(examples=15, seconds=1.0, schedules=("eager",))
     assert not examine(alone, short, ("eager",), ask_assemblers=False).killed, "the matrix has a case for it already"
     found = hunt(alone, short, effort)
     assert found.killer is not None, f"nothing of {list(found.tried)} kills {short.id}"
@@ -391,6 +395,7 @@ def test_a_torn_line_is_cut_off_and_run_again(tmp_path: Path) -> None:
     record = Record(path)
     record.append(Ran("--sync all", "abc", "2026-11-22 04:47 UTC", 2))
     record.append(Outcome("a/drop/1.0", "p", "drop", 1, "bar.sync 0;", ""))
+    record.close()
     whole = path.read_text()
     path.write_text(f'{whole}{{"id": "a/drop/2')
     torn, again = path.read_text(), Record(path)
@@ -406,6 +411,7 @@ def test_a_torn_record_that_is_written_anew_is_appended_to(tmp_path: Path) -> No
     others = [replace(one, id=f"b/drop/{at}.0") for at in range(3)]
     for each in (one, *others):
         record.append(each)
+    record.close()
     with record.path.open("a") as out:
         out.write('{"id": "a/drop/2')
     torn = Record(record.path)
@@ -413,6 +419,44 @@ def test_a_torn_record_that_is_written_anew_is_appended_to(tmp_path: Path) -> No
     torn.append(replace(one, id="c/drop/1.0"))
     wanted = [*(each.id for each in others), "c/drop/1.0"]
     assert list(Record(record.path).by_id) == wanted, f"the file holds {record.path.read_bytes()[-200:]!r}"
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from conformance.kernels.mutants.journal import Journal, Ran
+record = Journal(Ran, Path(sys.argv[1]))
+print("read", flush=True)
+sys.stdin.readline()
+record.append(Ran("--unmutated 2", "abc", "2026-11-22 04:47 UTC", 2))
+print("written", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_of_two_processes_that_write_one_record_the_second_is_refused(tmp_path: Path) -> None:
+    """One that has read before the first wrote, and one that reads while it writes; lines of both are whole."""
+    path, mine = tmp_path / "unmutated.jsonl", Watched("ptx", "sm_90a", "fmha:hd=64,t=1,s_k=1", rows=1)
+    early = Watch(path)
+    with Popen([sys.executable, "-c", _WRITER, str(path)], stdin=PIPE, stdout=PIPE, text=True, cwd=ROOT) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == "read\n"
+        print(file=other.stdin, flush=True)
+        assert other.stdout.readline() == "written\n"
+        for late in (early, Watch(path)):
+            with pytest.raises(RecordError, match="is being written by another process"):
+                late.append(mine)
+            with pytest.raises(RecordError, match="is being written by another process"):
+                late.leave_out(set())
+    with pytest.raises(RecordError, match="since it was read"):
+        early.append(mine)
+    late = Watch(path)
+    late.append(mine)
+    late.leave_out(set())
+    with pytest.raises(RecordError, match="is being written"):
+        Watch(path).append(mine)
+    assert (len(late.calls), late.rows, len(Watch(path).calls)) == (1, 1, 1), path.read_text()
 
 
 @pytest.mark.parametrize(

@@ -328,12 +328,13 @@ def test_a_call_on_a_device_computes_the_same_and_gives_its_workspaces_back() ->
         assert device.given[5:] == workspaces, "small workspaces share no block"
         device.stream = 1
         call(given)
-        assert not set(device.given[5:]) & set(workspaces), "streams, whose calls run side by side, share them"
-        device.stream = 0
+        beside = device.given[5:]
+        assert not set(beside) & set(workspaces), "streams, whose calls run side by side, share them"
         device.capturing = True
         call(given)
-        assert not set(device.given[5:]) & set(workspaces), "a graph would share its workspaces with other calls"
-        device.capturing = False
+        shared = {*workspaces, *beside}
+        assert not set(device.given[5:]) & shared, "a graph would share its workspaces with other calls"
+        device.capturing, device.stream = False, 0
         device.fails = True
         with pytest.raises(RuntimeError, match="the driver refuses"):
             call(given)

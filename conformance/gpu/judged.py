@@ -1,0 +1,84 @@
+"""Rows of sm_90a that no device has judged with today's program: python -m conformance.gpu.judged RECORD ... --op OP.
+
+Builds the program of every row that the profiles owe, and holds it against the newest line that the records have of the
+row: it must have passed, with the PTX of today. A row that its backend does not take must be there as unsupported.
+CuTeDSL's compiler takes seconds a kernel that its cache does not have; `--part 2/8` is the second eighth of the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from conformance.gpu.same_bits import BACKENDS, TARGET, Key, rows_of
+from megamoe.contract import UnsupportedError, load_backend
+from megamoe.judge.figures import program_sha256
+from megamoe.records.files import read_records
+from megamoe.records.lines import Record
+from megamoe.spec.load import load_specs
+
+PROFILES: Final = ("full", "gpu")
+"""What an H200 judges: small rows, and those with large ones."""
+
+
+def newest(records: Sequence[Path]) -> dict[Key, Record]:
+    """The line of each row on a device, from the run that started last."""
+    found: dict[Key, tuple[str, Record]] = {}
+    for file in map(read_records, records):
+        started = {header.run: header.started for header in file.headers}
+        for record in file.records:
+            key, since = (record.case, record.backend), started[record.run]
+            if (record.target, record.executor) == (TARGET, "gpu") and since >= found.get(key, ("",))[0]:
+                found[key] = since, record
+    return {key: record for key, (_, record) in found.items()}
+
+
+def built(key: Key) -> str | None:
+    """The digest of today's program of a row; None if its backend does not take it."""
+    case_id, backend = key
+    spec = load_specs()[case_id.partition(":")[0]]
+    try:
+        return program_sha256(load_backend(backend).build(spec.parse_case(case_id), TARGET).ptx)
+    except UnsupportedError:
+        return None
+
+
+def lacking(today: Mapping[Key, str | None], judged: Mapping[Key, Record]) -> Iterator[str]:
+    """A sentence for each row of `today`, digests of programs, that `judged` does not have as it should."""
+    for key, program in today.items():
+        row, record = f"{key[0]} on {key[1]}", judged.get(key)
+        wanted = "unsupported" if program is None else "passed"
+        if record is None:
+            yield f"{row}: no record"
+        elif record.status != wanted:
+            yield f"{row}: {record.status}, where {wanted} is right: {record.sentence}"
+        elif program is not None and record.program_sha256 != program:
+            yield f"{row}: passed with the program {record.program_sha256}; today's is {program}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the rows; the status is their number."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path, nargs="+", help="record files of a device")
+    parser.add_argument("--op", required=True)
+    parser.add_argument("--profile", action="append", help="full and gpu if none is given")
+    parser.add_argument("--backend", action="append", help="both of ours if none is given")
+    parser.add_argument("--part", default="1/1", help="I/N: only the I-th of N parts")
+    given = parser.parse_args(arguments)
+    index, count = map(int, given.part.split("/"))
+    backends = given.backend or BACKENDS
+    rows = dict.fromkeys(key for profile in given.profile or PROFILES for key in rows_of(given.op, profile, backends))
+    today = {key: built(key) for key in list(rows)[index - 1 :: count]}
+    found = list(lacking(today, newest(given.records)))
+    for sentence in found:
+        print(sentence)
+    takes = sum(program is not None for program in today.values())
+    print(f"{len(today)} rows, {takes} of them with a program; {len(found)} not judged on a device as they are today")
+    return len(found)
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 125))
