@@ -361,8 +361,12 @@ def test_flags_in_global_memory_order_lanes_behind_their_warp_barriers_alone(apa
     fenced, relaxed = "fence.acq_rel.gpu;", "st.relaxed.gpu.global.u32 [%flag], 1;"
     by_fence = f"setp.ne.u32 %p3, %lane, 0; @%p3 bra END; {fenced} {relaxed}"
     noticed = ONE_ACQUIRES.replace("ld.acquire", "ld.relaxed").replace("TOLD:", f"{fenced} TOLD:")
+    counted = ONE_RELEASES.replace("st.release.gpu.global.u32", "red.release.gpu.global.add.u32")
+    exchanged = ONE_RELEASES.replace("st.release.gpu.global.u32", "atom.acq_rel.gpu.global.exch.b32 %r2,")
     broken = {
         "one lane releases": (ONE_RELEASES, acquired),
+        "one lane releases as it counts": (counted, acquired),
+        "one lane releases as it acquires": (exchanged, acquired),
         "one lane is elected to release": (f"elect.sync %r2|%p3, 0xffffffff; @%p3 {ALL_RELEASE}", acquired),
         "one lane releases by a fence": (by_fence, acquired),
         "one lane acquires": (released, ONE_ACQUIRES),
@@ -381,6 +385,8 @@ def test_flags_in_global_memory_order_lanes_behind_their_warp_barriers_alone(apa
             f"vote.sync.any.pred %p2, %p3, 0xffffffff; {ONE_RELEASES}",
             f"{ONE_ACQUIRES} shfl.sync.idx.b32 %r1, %r1, 0, 31, 0xffffffff;",
         ),
+        "lanes meet before one counts": (f"{LANES_MEET} {counted}", acquired),
+        "lanes meet before one exchanges": (f"{LANES_MEET} {exchanged}", acquired),
         "every lane releases and acquires": (ALL_RELEASE, ALL_ACQUIRE),
         "one lane releases by a fence, behind the others": (f"{LANES_MEET} {by_fence}", acquired),
         "one lane acquires by a fence, ahead of the others": (released, f"{noticed} {LANES_MEET}"),
@@ -392,6 +398,22 @@ def test_flags_in_global_memory_order_lanes_behind_their_warp_barriers_alone(apa
             assert not found, f"{what}, {schedule}: {list(map(str, found))}"
     alone = told(ONE_RELEASES, f"{ONE_ACQUIRES} @%p3 bra END;", apart=apart)
     assert not collected(alone)[0], "the lane that acquires reads what the lane that releases has stored"
+
+
+@pytest.mark.parametrize("flag", ["st.release.cta.shared.u32", "red.release.cta.shared.add.u32"])
+def test_flags_in_shared_memory_order_lanes_behind_their_warp_barriers_alone(flag: str) -> None:
+    body = f""".shared .align 16 .b8 cells[256]; mov.u32 %r3, cells; mad.lo.u32 %r4, %lane, 4, %r3;
+setp.eq.u32 %p3, %lane, 0; setp.eq.u32 %p2, %tx, 0; @%p2 st.shared.u32 [%r3+128], 0; bar.sync 0;
+setp.ne.u32 %p2, %warp, 0; @%p2 bra READER;
+st.shared.u32 [%r4], %lane;
+BETWEEN
+@%p3 {flag} [%r3+128], 1; bra END;
+READER: ld.acquire.cta.shared.u32 %r1, [%r3+128]; setp.eq.u32 %p4, %r1, 0; @%p4 bra READER;
+ld.shared.u32 %r1, [%r4];
+END: ret;"""
+    for between, expected in (("", ["lanes-unordered"]), (LANES_MEET, [])):
+        found, _ = collected(Kernel(body.replace("BETWEEN", between), block=(64, 1, 1)))
+        assert slugs(found) == expected, f"{flag} behind {between!r}: {list(map(str, found))}"
 
 
 @pytest.mark.parametrize(

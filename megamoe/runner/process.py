@@ -39,7 +39,7 @@ MAX_PRINTED: Final = 64 << 10
 """Bytes of a runner's output that are passed on; more is dropped."""
 MAX_LEFT: Final = 10_000
 """Processes that a keeper ends after one runner."""
-PRELOADED: Final = ("torch", "megamoe.records.lines", "megamoe.spec.ours")
+PRELOADED: Final = ("torch", "megamoe.records.lines", "megamoe.spec.ours", "megamoe.runner.requests")
 """What processes are forked with, as nearly all of them import it: nothing here has run a kernel or knows an output."""
 _END_S: Final = 10.0
 _LAST_WORDS_S: Final = 2.0

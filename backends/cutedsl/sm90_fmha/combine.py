@@ -36,7 +36,7 @@ def load_parts(rPart: cute.Tensor, mO_part: cute.Tensor, first: Int32, stride: i
     `part`: the first of this thread's elements of split 0; `step`: elements a split.
     """
     vector = cutlass.const_expr(cute.size(rPart, mode=[0]))
-    for k in cutlass.range_constexpr(cute.size(rPart, mode=[1])):
+    for k in cutlass.range(cute.size(rPart, mode=[1]), unroll_full=True):
         split = first + k * stride
         if split < splits:
             offset = cute.assume(part + split * step, divby=vector)

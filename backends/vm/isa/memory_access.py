@@ -356,6 +356,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         lanes = access.active(warp)
         places, first, which = np.unique(address(warp)[lanes] + offset, return_index=True, return_inverse=True)
         change = _single_sum(flush=access.resolve(space, places)[0] == "global") if single else update
+        meetings = warp.meetings
         access.synchronise(warp, space, places, sem, scope, acquire=True, release=False)
         loaded, missing = read(warp, space, places, element.size, strong=True, lanes=lanes[first])
         found = loaded.view(element.dtype)
@@ -372,7 +373,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         if np.array_equal(stored, found.view(np.uint8).reshape(stored.shape)):
             # A failed cas lets nobody move on: lanes that try for a lock count as spinning.
             warp.cta.machine.engine.events -= 1
-        access.synchronise(warp, space, places, sem, scope, acquire=False, release=True)
+        access.synchronise(warp, space, places, sem, scope, acquire=False, release=True, meetings=meetings)
         if target is not None:
             getattr(warp, view)[target][lanes] = element.words(returned)
             if missing is not None:

@@ -207,7 +207,8 @@ def _store(
         count_banks(warp, offsets, values.shape[1])
         cta.smem.store(offsets, values, warp.clock, warp.stamp, line, strong=strong)
         cta.smem.note_lanes(offsets, values.shape[1], lanes, 0 if strong else warp.meetings)
-        warp.stored_at = warp.meetings
+        if not strong:
+            warp.stored_at = warp.meetings
     elif space == "local":
         index = _local_index(warp, addresses, values.shape[1], lanes)
         warp.local.data[index], warp.local.defined[index] = values, True
@@ -331,12 +332,14 @@ def count_banks(warp: Warp, offsets: Addresses, size: int) -> None:
 
 
 def synchronise(
-    warp: Warp, space: str, addresses: Addresses, sem: str, scope: str, *, acquire: bool, release: bool
-) -> None:
+    warp: Warp, space: str, addresses: Addresses, sem: str, scope: str, *, acquire: bool, release: bool,
+    meetings: int | None = None,
+) -> None:  # fmt: skip
     """A strong operation on flags: a release carries the warp's clock to them, an acquire takes over what they carry.
 
     An acquire comes before the access, a release after it. In global memory, a relaxed operation of a scope beyond the
-    cluster needs the fence of the ISA's patterns (backends.vm.memory.clocks). Elsewhere it counts as both.
+    cluster needs the fence of the ISA's patterns (backends.vm.memory.clocks). Elsewhere it counts as both. `meetings`:
+    of the warp before an acquire of the same operation, which orders nothing that other lanes have stored before.
     """
     races = warp.cta.machine.races
     before = warp.acquiring() if acquire else None
@@ -358,4 +361,4 @@ def synchronise(
     if before is not None:
         warp.have_acquired(before)
     if release:
-        warp.next_epoch(warp.active_bits())
+        warp.next_epoch(warp.active_bits(), meetings)

@@ -166,8 +166,8 @@ class Warp:
 
     Relaxed arrivals carry `released`, what a fence has covered, and to the warp's own CTA `released_to_cta`. A fence
     acquires what relaxed waits have `noticed`, by mbarrier. `met`: what a barrier of the cluster has shown to be over.
-    `meetings` counts, from 1, what may order the lanes among themselves; `stored_at` is their number at the last store
-    to shared memory, `stored_globally_at` at the last weak one to global memory. `acquires`: what lanes know alone.
+    `meetings` counts, from 1, what may order the lanes among themselves; `stored_at` is their number at the last weak
+    store to shared memory, `stored_globally_at` at that to global memory. `acquires`: what lanes know alone.
     `gatherings`: by mask, the lanes that wait at bar.warp.sync.
     """
 
@@ -277,13 +277,16 @@ class Warp:
                         f"{lanes.tolist()} are elsewhere", lane=int(lanes[0]))  # fmt: skip
         self.meetings += 1
 
-    def next_epoch(self, lanes: int = EVERY) -> None:
-        """Begin an epoch: what `lanes` of this warp have released does not cover what it does from now on."""
-        epoch = int(self.clock.seen[self.agent]) + 1
-        if self.stored_at == self.meetings:
-            self.agents.releases.note(self.agent, epoch - 1, self.meetings, lanes)
-        if self.stored_globally_at == self.meetings:
-            self.agents.global_releases.note(self.agent, epoch - 1, self.meetings, lanes)
+    def next_epoch(self, lanes: int = EVERY, meetings: int | None = None) -> None:
+        """Begin an epoch: what `lanes` of this warp have released does not cover what it does from now on.
+
+        `meetings`: how often they had met ahead of the release, if not so often as by now.
+        """
+        epoch, met = int(self.clock.seen[self.agent]) + 1, self.meetings if meetings is None else meetings
+        if self.stored_at == met:
+            self.agents.releases.note(self.agent, epoch - 1, met, lanes)
+        if self.stored_globally_at == met:
+            self.agents.global_releases.note(self.agent, epoch - 1, met, lanes)
         self.clock.seen[self.agent] = epoch
         self.stamp = stamp(self.agent, epoch)
 

@@ -153,6 +153,12 @@ def test_a_time_without_a_verdict_has_no_known_error(tmp_path: Path, capsys: pyt
     assert trace["evaluation"]["correctness"]["max_relative_error"] == "NaN"
 
 
+def test_a_row_of_fewer_sms_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (trace,) = traces(exported(tmp_path, capsys, gpu(), timing(TIMES), gpu(case=f"{CASE},sms=1")))
+    assert trace["workload"]["uuid"] == CASE, "a definition is mathematics, which knows no number of SMs"
+    assert "launched for fewer SMs" in capsys.readouterr().out, "nobody is told that a row is left out"
+
+
 def every_case() -> Iterator[tuple[str, str]]:
     yield from ((op, case) for op, spec in SPECS.items() for case in known_cases(spec))
 

@@ -352,7 +352,8 @@ def folders_without_a_rule(paths: list[str]) -> list[str]:
     return sorted(folder for folder in folders if f"{folder}/__init__.py" not in paths)
 
 
-def _files() -> dict[str, str]:
+def checkout_files() -> dict[str, str]:
+    """Every Python file of the house and its text."""
     found = [file for top in TOPS for file in (ROOT / top).rglob("*.py")]
     found += [file for name in ("noxfile.py", "conftest.py") if (file := ROOT / name).exists()]
     return {file.relative_to(ROOT).as_posix(): file.read_text("utf-8") for file in sorted(found)}
@@ -373,7 +374,7 @@ def _tree(text: str) -> ast.Module:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_every_file_keeps_the_rule(rule: Rule) -> None:
-    files = _files()
+    files = checkout_files()
     assert len(files) > 20, "the walk must find the house"
     found = [sentence for path, text in files.items() for sentence in broken(rule, path, text)]
     assert not found, "\n".join(found)
@@ -393,12 +394,14 @@ def test_the_table_speaks_of_rooms_that_are_there() -> None:
 
 
 def test_every_folder_has_a_rule() -> None:
-    assert not (missing := folders_without_a_rule(list(_files()))), f"{missing} need an __init__.py with their rule"
+    assert not (missing := folders_without_a_rule(list(checkout_files()))), (
+        f"{missing} need an __init__.py with their rule"
+    )
     assert folders_without_a_rule(["a/__init__.py", "a/b/c.py"]) == ["a/b"], "a folder without a rule goes unseen"
 
 
 def test_no_class_name_stands_twice() -> None:
-    files = {path: text for path, text in _files().items() if path.startswith(("megamoe/", "backends/"))}
+    files = {path: text for path, text in checkout_files().items() if path.startswith(("megamoe/", "backends/"))}
     assert not (found := classes_named_twice(files)), "\n".join(found)
     planted = classes_named_twice({**files, "backends/x.py": "class Case: ..."})
     assert planted == ["class Case stands in megamoe/contract/case.py and backends/x.py: rename one"]

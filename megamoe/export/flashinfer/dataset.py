@@ -67,6 +67,10 @@ def dataset_of(files: Sequence[RecordFile], specs: Mapping[str, Spec], temperatu
         if call is None:
             dataset.left_out["of a case that no spec has"] += 1
             continue
+        if dict(call.case.axes).get("sms") is not None:
+            # A definition is mathematics: its reference takes no number of SMs.
+            dataset.left_out["launched for fewer SMs than the device has"] += 1
+            continue
         if run not in headers:
             raise ExportError(f"the header of run {run} is missing, so that the machine of its rows is unknown")
         workload = TraceLine(definition=call.name, workload=workload_of(call))
