@@ -49,6 +49,7 @@ from conformance.kernels.mutants.table import (
 from conformance.kernels.mutants.unmutated import Watch, watch
 from megamoe.contract import UnsupportedError
 from megamoe.records.lines import RecordError
+from megamoe.records.shards import Nth
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import Selection, SelectionError
 
@@ -100,10 +101,9 @@ def _campaign(options: argparse.Namespace, given: Sequence[str]) -> int:
     )
     if options.search is not None:
         return _search(record, selection, Effort(options.search, options.seconds or 60.0))
-    number, of = (int(part) for part in options.shard.split("/"))
-    if not 1 <= number <= of:
-        raise ValueError(f"--shard {options.shard}: a shard is i/n with 1 <= i <= n")
-    plan = Plan(selection, options.sync, options.others, options.seed, (number, of), tuple(options.program or ()))
+    shard = Nth.parse(options.shard)
+    part = (shard.index, shard.count)
+    plan = Plan(selection, options.sync, options.others, options.seed, part, tuple(options.program or ()))
     if options.id or options.text:
         return _alone(options.id, options.text, plan)
     todo, known = planned(plan, subjects(selection)), reasons()

@@ -526,6 +526,13 @@ def test_options_that_mean_nothing_are_refused(given: list[str], said: str, caps
     assert (ended.value.code, said in capsys.readouterr().err) == (2, True)
 
 
+@pytest.mark.parametrize("shard", ["3", "a/b", "1/2/3", "3/2", "0/2"])
+def test_a_shard_that_is_none_is_refused(shard: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--shard", shard, "--record", str(tmp_path / "mutants.jsonl"), "--case", "fmha:hd=64,t=1,s_k=1"]
+    assert main(given) == 2
+    assert "shard" in (told := capsys.readouterr().err), told
+
+
 def test_the_published_table_is_that_of_the_record_and_every_survivor_has_a_reason() -> None:
     known, record = reasons(), Record(RECORD)
     survivors = [one for one in record.results if not one.killed]
