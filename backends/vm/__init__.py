@@ -37,9 +37,13 @@ It does NOT notice, and why:
 - a .cta scope that the text does not spell: `mbarrier.arrive.shared::cluster` with no scope releases to its own CTA by
   the ISA's default, and CUTLASS hands stages back to the other CTA with it. Written scopes are kept;
 - that a wait for a phase tells nothing of the copies of earlier phases at the same mbarrier: phases complete in order;
-- of lanes of one warp, other races than a read of what another lane wrote to shared memory: one may still read what
-  another one's arrival gives back; and two generic writers of parts of one 4-byte granule of shared memory: values are
-  compared for whole granules (threads that write what another one has written do not race, PTX ISA 8.7.2);
+- of lanes of one warp, other races than a read of what another lane wrote: one may still read what another one's
+  arrival or release gives back, since readers are known by warp; and two generic writers of parts of one 4-byte granule
+  of shared memory: values are compared for whole granules (threads that write what another one has written do not race,
+  PTX ISA 8.7.2);
+- lanes of a warp that meet in part, or of which one acquires and another one releases what it has not met: meetings are
+  counted by warp, and what may order some lanes counts for all, so that what is found is found rightly. Strong accesses
+  are never asked for lanes, as they race with nothing here;
 - in global memory: a race with any but the last reader of a byte (a mark holds one), a missing fence.proxy.async before
   a bulk reduction, and a tensor map that is read while it is changed (maps carry no proxy state);
 - in a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA

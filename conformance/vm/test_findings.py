@@ -396,6 +396,10 @@ def test_flags_in_global_memory_order_lanes_behind_their_warp_barriers_alone(apa
         for schedule in SCHEDULES:
             found, _ = collected(told(release, acquire, apart=apart), schedule)
             assert not found, f"{what}, {schedule}: {list(map(str, found))}"
+    for value, expected in (("7", ["lanes-unordered"]), ("%lane", [])):
+        over = f"mov.u32 %r1, {value}; st.global.u32 [%rd1], %r1;"
+        found, _ = collected(told(ONE_RELEASES, acquired, take=over, apart=apart))
+        assert slugs(found) == expected, f"{value} is written over what a lane stored: {list(map(str, found))}"
     alone = told(ONE_RELEASES, f"{ONE_ACQUIRES} @%p3 bra END;", apart=apart)
     assert not collected(alone)[0], "the lane that acquires reads what the lane that releases has stored"
 

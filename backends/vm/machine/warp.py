@@ -253,12 +253,16 @@ class Warp:
     def set_mask(self, mask: Mask) -> None:
         """Make `mask` the active lanes."""
         self.mask = mask
-        self.where = True if count_nonzero(mask) == LANES else mask
+        whole = count_nonzero(mask) == LANES
+        self.where = True if whole else mask
+        self._mask_address = _EVERY_LANE_ADDRESS if whole else 0
 
     @property
     def mask_address(self) -> int:
-        """Where machine code finds the active lanes, a byte each."""
-        return _EVERY_LANE_ADDRESS if self.where is True else self.mask.ctypes.data
+        """Where machine code finds the active lanes, a byte each. Asked of an array once: that takes long."""
+        if not self._mask_address:
+            self._mask_address = self.mask.ctypes.data
+        return self._mask_address
 
     @property
     def full(self) -> bool:

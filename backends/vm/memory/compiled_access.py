@@ -154,8 +154,8 @@ class _Access(MemoryCode):
                 self._refuse(foreign)
                 stamp = b.trunc(found, I32)
                 self._refuse(self._late(stamp))
-                if not self.kind.stores:
-                    self._refuse(self._loose(granule, lane, stamp))
+                self._refuse(self._released_alone(granule, stamp) if self.kind.stores else
+                             self._loose(granule, lane, stamp))  # fmt: skip
 
     def _look_at_shared(self, granule: Any, lane: Any) -> None:
         b = self.b
@@ -181,12 +181,16 @@ class _Access(MemoryCode):
     def _loose(self, granule: Any, lane: Any, writer: Any) -> Any:
         """Whether another lane of the warp wrote a granule since it met last, or a warp of which lanes have released
         alone."""
-        b, by, met = self.b, self._agent(writer), self._of("met", granule, I32)
+        b, by = self.b, self._agent(writer)
         other = b.icmp_signed("!=", self.at(self._pointer("lane"), granule, I8), b.trunc(lane, I8))
         own = b.icmp_signed("==", by, self.agent)
-        since = b.icmp_signed("==", b.sext(met, I64), self.met)
-        alone = b.and_(self._set_in("partial", by), b.icmp_signed(">", met, ir.Constant(I32, 0)))
-        return b.or_(b.and_(b.and_(other, own), since), alone)
+        since = b.icmp_signed("==", b.sext(self._of("met", granule, I32), I64), self.met)
+        return b.or_(b.and_(b.and_(other, own), since), self._released_alone(granule, writer))
+
+    def _released_alone(self, granule: Any, writer: Any) -> Any:
+        met = self._of("met", granule, I32)
+        return self.b.and_(self._set_in("partial", self._agent(writer)),
+                           self.b.icmp_signed(">", met, ir.Constant(I32, 0)))  # fmt: skip
 
     def _look_for_undefined(self, at: Any) -> None:
         """Note whether a byte is undefined."""

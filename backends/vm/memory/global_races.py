@@ -283,7 +283,9 @@ class GlobalRaces:
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
         self._check(shadow, granules, shadow.writer, buffer, warp, "is read", by_lane)
-        self._check_lanes(shadow, granules, buffer, warp, lanes, by_lane)
+        if lanes is not None:
+            self._check_met(shadow, granules, buffer, warp, lanes, by_lane)
+        self._check_released(shadow, granules, buffer, warp, "is read", by_lane)
         self._check_acquired(shadow, granules, shadow.writer, buffer, warp, "is read", lanes, by_lane)
         if bulk and self.stored:
             self._check_fenced(shadow, granules, buffer, warp, "reads")
@@ -316,6 +318,7 @@ class GlobalRaces:
         granules = shadow.granules(addresses, size)
         if not strong:
             self._check(shadow, granules, shadow.writer, buffer, warp, "is overwritten", by_lane, (addresses, values))
+            self._check_released(shadow, granules, buffer, warp, "is overwritten", by_lane, (addresses, values))
             self._check(shadow, granules, shadow.reader, buffer, warp, "is overwritten", by_lane)
             for marks in (shadow.writer, shadow.reader):
                 self._check_acquired(shadow, granules, marks, buffer, warp, "is overwritten", lanes, by_lane)
@@ -400,8 +403,7 @@ class GlobalRaces:
         if not count_nonzero(late):
             return
         if written is not None and written[1] is not None:
-            offsets, values = written[0] - buffer.base, written[1]
-            same = (buffer.data[offsets[:, None] + np.arange(values.shape[1])] == values).all(1)
+            same = _equal(buffer, written[0], written[1])
             late &= ~(same[:, None] & (agent_of(found & STAMP_MASK) < warp.agents.first_engine))
         wrote = marks is shadow.writer
         for access, at, line in shadow.one_a_line(granules, late, writes=wrote):
@@ -412,30 +414,38 @@ class GlobalRaces:
                          "with fences if they are relaxed, is missing", lane=access if by_lane else None,
                          address=buffer.base + offset, other=OtherAccess(who, did, line)))  # fmt: skip
 
-    def _check_lanes(
+    def _check_met(
+        self, shadow: Shadow, granules: Addresses, buffer: Buffer, warp: Accessor, lanes: Addresses, by_lane: bool
+    ) -> None:
+        """Report what `lanes` read before they have met the lanes of their warp that wrote it."""
+        foreign = shadow.lanes.foreign(granules, lanes, warp.meetings)
+        if not count_nonzero(foreign):
+            return
+        marks = shadow.writer[granules]
+        foreign &= (marks >> CLUSTER_SHIFT == warp.agents.serial) & (agent_of(marks & STAMP_MASK) == warp.agent)
+        for access, at, line in shadow.one_a_line(granules, foreign, writes=True):
+            who = f"lane {shadow.lanes.lane[at]} of the same warp"
+            self._report_lanes(shadow, at, buffer, access if by_lane else None, f"is read by lane {lanes[access]} "
+                               f"after {who} wrote it at PTX line {line}, and the lanes have not met in between: "
+                               "bar.warp.sync is missing", OtherAccess(who, "wrote", line))  # fmt: skip
+
+    def _check_released(
         self,
         shadow: Shadow,
         granules: Addresses,
         buffer: Buffer,
         warp: Accessor,
-        lanes: Addresses | None,
+        action: str,
         by_lane: bool,
+        written: tuple[Addresses, Bytes | None] | None = None,
     ) -> None:
-        """Report what is read before the lanes that wrote it have been met, or by who is ordered behind others."""
+        """Report what is reached behind a release by other lanes than those that wrote it; `written` as in _check."""
         marks = shadow.writer[granules]
-        if lanes is not None:
-            foreign = shadow.lanes.foreign(granules, lanes, warp.meetings)
-            if count_nonzero(foreign):
-                foreign &= (marks >> CLUSTER_SHIFT == warp.agents.serial) & (agent_of(marks & STAMP_MASK) == warp.agent)
-                for access, at, line in shadow.one_a_line(granules, foreign, writes=True):
-                    who = f"lane {shadow.lanes.lane[at]} of the same warp"
-                    self._report_lanes(shadow, at, buffer, access if by_lane else None, f"is read by lane "
-                                       f"{lanes[access]} after {who} wrote it at PTX line {line}, and the lanes have "
-                                       "not met in between: bar.warp.sync is missing",
-                                       OtherAccess(who, "wrote", line))  # fmt: skip
         loose = self._partial[agent_of(marks & STAMP_MASK)] & (shadow.lanes.met[granules] > 0)
         if not count_nonzero(loose):
             return
+        if written is not None and written[1] is not None:
+            loose &= ~_equal(buffer, written[0], written[1])[:, None]
         known = warp.known()
         for place in zip(*np.nonzero(loose), strict=True):
             mark, at = int(marks[place]), granules[place]
@@ -445,7 +455,7 @@ class GlobalRaces:
             loose[place] = epoch <= seen and self.releases[serial].leave_out(agent, lane, met, epoch, seen)
         for access, at, line in shadow.one_a_line(granules, loose, writes=True):
             who = f"lane {shadow.lanes.lane[at]} of {self._name(int(shadow.writer[at]), warp)}"
-            self._report_lanes(shadow, at, buffer, access if by_lane else None, f"is read after {who} wrote it at PTX "
+            self._report_lanes(shadow, at, buffer, access if by_lane else None, f"{action} after {who} wrote it at PTX "
                                f"line {line}; what orders that is a release by other lanes of that warp, which the "
                                "lane has not met in between: bar.warp.sync is missing ahead of the release",
                                OtherAccess(who, "wrote", line))  # fmt: skip
@@ -519,6 +529,12 @@ class GlobalRaces:
             grid.learn(warp.agents.serial, warp.clock.seen, found)
         else:
             merge(grid.noticed, found)
+
+
+def _equal(buffer: Buffer, addresses: Addresses, values: Bytes) -> npt.NDArray[np.bool_]:
+    """Which of `values` [n, size] lie at addresses [n] already."""
+    offsets = addresses - buffer.base
+    return (buffer.data[offsets[:, None] + np.arange(values.shape[1])] == values).all(1)
 
 
 def _inside(buffer: Buffer, addresses: Addresses, size: int) -> bool:
