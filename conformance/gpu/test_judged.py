@@ -57,3 +57,22 @@ def test_the_command_builds_todays_programs(tmp_path: Path, capsys: pytest.Captu
     assert main([str(kept(tmp_path, line(program=today))), *part]) == 0
     assert main([str(kept(tmp_path, line(program="1" * 64))), *part]) == 1
     assert f"today's is {today}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{folder}/nowhere.jsonl", "--op", "fmha"], "nowhere.jsonl"),
+        (["{folder}/prose.jsonl", "--op", "fmha"], "prose.jsonl, line 1"),
+        (["{folder}/records.jsonl", "--op", "softmax"], "there is no op 'softmax'"),
+        (["{folder}/records.jsonl", "--op", "fmha", "--profile", "smok"], "there is no profile 'smok'"),
+        (["{folder}/records.jsonl", "--op", "fmha", "--backend", "ptxx"], "there is no backend 'ptxx'"),
+    ],
+)
+def test_what_cannot_be_asked_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    kept(tmp_path, line())
+    (tmp_path / "prose.jsonl").write_text("Once upon a time\n", "utf-8")
+    assert main([one.format(folder=tmp_path) for one in arguments]) == 2
+    assert said in capsys.readouterr().err

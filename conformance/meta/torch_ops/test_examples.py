@@ -36,7 +36,8 @@ def test_the_costs_on_the_page_are_those_of_the_record() -> None:
     record = json.loads((ROOT / "results" / "records" / "h200-torch-ops.json").read_text("utf-8"))
     processes = record["operators, six processes on two hosts"]
     for line, name in {
-        "the operator": "torch.ops.megamoe.attention",
+        "`megamoe.attention`": "megamoe.attention",
+        "of it the registered operator": "torch.ops.megamoe.attention",
         "of it allocating outputs and workspaces, and the launch": "launch path: allocate, address, launch",
         "of it the launch": "launch alone",
     }.items():
