@@ -290,9 +290,9 @@ class DeviceCall:
             program, (*wanted.inputs, *(one.name for one in wanted.outputs), *kept, *scratch)
         )
         self._launch = self._loaded.launch
+        self._others = torch.cuda.device_count() > 1
         # Code that torch.compile writes calls these names of torch._C too: their public kin parse options and make
         # objects of streams, which costs as much as the launch. A torch without CUDA has none of them.
-        self._others = torch.cuda.device_count() > 1
         self._current_device: Callable[[], int] = torch._C._cuda_getDevice
         self._stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -67,6 +68,21 @@ class Observer(Protocol):
     def run(self, warp: Warp, quantum: int) -> int:
         """Let `warp` run as Warp.run does."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class AskedLaunch:
+    """What Machine.launch was asked for."""
+
+    function: BoundFunction
+    shape: LaunchShape
+    params: Sequence[bytes]
+    dependent: bool
+    cooperative: bool
+
+
+PEAKS = ("smem_bytes", "tmem_columns")
+"""Counters that keep the most of all launches; the others add up."""
 
 
 class Machine:
@@ -133,24 +149,32 @@ class Machine:
         one unless `findings` collects.
         """
         shape = LaunchShape(grid, block, cluster, dynamic_smem)
+        self.perform(AskedLaunch(function, shape, params, dependent, cooperative))
+
+    def perform(self, asked: AskedLaunch) -> None:
+        """As `launch` says."""
+        function, shape = asked.function, asked.shape
         _check_launch(function, shape)
-        self.counters["smem_bytes"] = max(self.counters["smem_bytes"], function.static_shared + dynamic_smem)
-        self.params = _param_block(function, params)
-        self.races.begin_launch(function.name, dependent=dependent)
+        self.counters["smem_bytes"] = max(self.counters["smem_bytes"], function.static_shared + shape.dynamic_smem)
+        self.params = _param_block(function, asked.params)
+        self.races.begin_launch(function.name, dependent=asked.dependent)
         self._function = function if self.observer is None else self.observer.function(function)
         self.running = run = Run(self, self._function, shape)
         with (
-            self._grid_barrier(run) if cooperative else nullcontext(),
+            self._grid_barrier(run) if asked.cooperative else nullcontext(),
             np.errstate(all="ignore"),
             nullcontext() if self.observer is None else self.observer.launch(run),
             collecting(run.met if self.findings is None else run.found),
         ):
             run.to_the_end()
-            # The last launch stands last, also of a function that was launched before.
-            self._launched.pop(function.name, None)
-            self._launched[function.name] = function
+            self.note_last(function)
             if self.looks_after_each:
                 self.check_outcome()
+
+    def note_last(self, function: BoundFunction) -> None:
+        """The last launch stands last, also of a function that was launched before."""
+        self._launched.pop(function.name, None)
+        self._launched[function.name] = function
 
     @contextmanager
     def _grid_barrier(self, run: Run) -> Iterator[None]:

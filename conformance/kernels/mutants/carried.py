@@ -17,14 +17,12 @@ import re
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from backends.vm.executor import VmExecutor
-from backends.vm.machine.code import BoundFunction
-from backends.vm.machine.machine import Machine
-from backends.vm.machine.special import Dim3
+from backends.vm.machine.machine import AskedLaunch, Machine
 from backends.vm.memory.global_memory import Buffer
 from conformance.fakes.patient import patient
 from conformance.kernels.mutants.campaign import Built, Plan, Record, Subject, planned, program_of, subjects
@@ -44,43 +42,19 @@ ELEMENTS = 300_000
 """Of the inputs of a row that travels."""
 
 
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """A launch that was asked for."""
-
-    entry: str
-    grid: Dim3
-    block: Dim3
-    cluster: Dim3
-    dynamic_smem: int
-    dependent: bool
-    params: tuple[bytes, ...]
-
-
 class Noting(Machine):
     """A machine that notes launches and performs none."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.noted: list[Noted] = []
+        self.noted: list[AskedLaunch] = []
 
-    def launch(
-        self,
-        function: BoundFunction,
-        grid: Dim3,
-        block: Dim3,
-        params: Sequence[bytes],
-        cluster: Dim3 = (1, 1, 1),
-        dynamic_smem: int = 0,
-        *,
-        dependent: bool = False,
-        cooperative: bool = False,
-    ) -> None:
+    def perform(self, asked: AskedLaunch) -> None:
         """Note it."""
-        if cooperative:
-            raise ValueError(f"{function.name} is a cooperative launch; the launcher on the device makes none")
-        given = tuple(bytes(one) for one in params)
-        self.noted.append(Noted(function.name, grid, block, cluster, dynamic_smem, dependent, given))
+        if asked.cooperative:
+            raise ValueError(f"{asked.function.name} is a cooperative launch; the launcher on the device makes none")
+        # Whoever asked may write the bytes anew for the next launch.
+        self.noted.append(replace(asked, params=tuple(map(bytes, asked.params))))
 
 
 def noted(built: Built, program: Program | HostProgram) -> tuple[Noting, tuple[str, ...]]:
@@ -98,7 +72,7 @@ def noted(built: Built, program: Program | HostProgram) -> tuple[Noting, tuple[s
     return made[-1], tuple(guarded.arena.outputs)
 
 
-def places(launch: Noted, buffers: Sequence[Buffer]) -> list[tuple[int, int, str, int]]:
+def places(launch: AskedLaunch, buffers: Sequence[Buffer]) -> list[tuple[int, int, str, int]]:
     """Where addresses stand among the parameters: parameter, byte, buffer, offset into it."""
     found: list[tuple[int, int, str, int]] = []
     for number, param in enumerate(launch.params):
@@ -135,11 +109,11 @@ class Carried:
         self.calls[name] = {
             "launches": [
                 {
-                    "entry": one.entry,
-                    "grid": one.grid,
-                    "block": one.block,
-                    "cluster": one.cluster,
-                    "smem": one.dynamic_smem,
+                    "entry": one.function.name,
+                    "grid": one.shape.grid,
+                    "block": one.shape.block,
+                    "cluster": one.shape.cluster,
+                    "smem": one.shape.dynamic_smem,
                     "dependent": one.dependent,
                     "params": [param.hex() for param in one.params],
                     "places": places(one, buffers),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -22,17 +22,14 @@ from backends.vm import executor as machine
 from backends.vm.bind.function import bind_function
 from backends.vm.load import load
 from backends.vm.machine.code import BoundFunction
-from backends.vm.machine.machine import Machine
+from backends.vm.machine.machine import PEAKS, AskedLaunch, Machine
 from backends.vm.machine.scheduler import Schedule
-from backends.vm.machine.special import Dim3
 from backends.vm.memory.definedness import Origin
 from backends.vm.memory.global_memory import Buffer, Bytes
 from backends.vm.ptx.parser import parse
 from conformance.kernels.mutants.mutant import COMMENT, Edit, Mutant
 from megamoe.contract import HostProgram, Program
 
-PEAKS = ("smem_bytes", "tmem_columns")
-"""Counters that keep the most of all launches; the others add up."""
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 
 
@@ -96,23 +93,10 @@ class Recording(Machine):
         super().__init__(*given)  # pyright: ignore[reportArgumentType]
         self._tape = tape
 
-    def launch(
-        self,
-        function: BoundFunction,
-        grid: Dim3,
-        block: Dim3,
-        params: Sequence[bytes],
-        cluster: Dim3 = (1, 1, 1),
-        dynamic_smem: int = 0,
-        *,
-        dependent: bool = False,
-        cooperative: bool = False,
-    ) -> None:
+    def perform(self, asked: AskedLaunch) -> None:
         """As of Machine; and a mark is put at its end."""
         before, marks = Counter(self.counters), self._tape.marks
-        super().launch(
-            function, grid, block, params, cluster, dynamic_smem, dependent=dependent, cooperative=cooperative
-        )
+        super().perform(asked)
         known = marks[-1].kept if marks else ()
         buffers = _writable(self)
         same = [one if one.is_in(buffer) else None for one, buffer in zip(known, buffers, strict=False)]
@@ -120,7 +104,7 @@ class Recording(Machine):
         kept = tuple(one or Kept.of(buffer) for one, buffer in zip(same, buffers, strict=True))
         peaks = {name: self.counters[name] for name in PEAKS if name in self.counters}
         counted = Counter({name: count - before[name] for name, count in self.counters.items()} | peaks)
-        marks.append(Mark(function.name, dependent, kept, counted, deepcopy(self.schedule)))
+        marks.append(Mark(asked.function.name, asked.dependent, kept, counted, deepcopy(self.schedule)))
 
 
 class Playing(Machine):
@@ -138,31 +122,17 @@ class Playing(Machine):
         self._in_step = True
         self._left: Mark | None = None
 
-    def launch(
-        self,
-        function: BoundFunction,
-        grid: Dim3,
-        block: Dim3,
-        params: Sequence[bytes],
-        cluster: Dim3 = (1, 1, 1),
-        dynamic_smem: int = 0,
-        *,
-        dependent: bool = False,
-        cooperative: bool = False,
-    ) -> None:
+    def perform(self, asked: AskedLaunch) -> None:
         """As of Machine, or what the tape says of this launch."""
+        name = asked.function.name
         mark = self._marks[self._at] if self._at < len(self._marks) else None
-        if mark is not None and (mark.entry, mark.dependent) == (function.name, dependent) and self._plays():
-            self._play(mark, function)
+        if mark is not None and (mark.entry, mark.dependent) == (name, asked.dependent) and self._plays():
+            self._play(mark, asked.function)
             return
         self._wind()
         self._in_step = self._in_step and mark is not None
         self._at += 1
-        if function.name == self._entry:
-            function = self._changed()
-        super().launch(
-            function, grid, block, params, cluster, dynamic_smem, dependent=dependent, cooperative=cooperative
-        )
+        super().perform(replace(asked, function=self._changed()) if name == self._entry else asked)
 
     def _plays(self) -> bool:
         """Whether the next launch finds what it finds in the program itself, and is none of those that are changed."""
@@ -180,8 +150,7 @@ class Playing(Machine):
     def _play(self, mark: Mark, function: BoundFunction) -> None:
         for name, count in mark.counted.items():
             self.counters[name] = max(self.counters[name], count) if name in PEAKS else self.counters[name] + count
-        self._launched.pop(function.name, None)
-        self._launched[function.name] = function
+        self.note_last(function)
         self._left = mark
         self._at += 1
         if self._at == len(self._marks):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from backends.vm.machine.machine import Machine
+from backends.vm.machine.machine import AskedLaunch, Machine
 from conformance.kernels.mutants import campaign
 from conformance.kernels.mutants.campaign import Subject, collected, drawn, killed_by, subjects, verdict
 from conformance.kernels.mutants.mutant import Edit, Mutant, instructions, mutants
@@ -30,13 +30,13 @@ def layer() -> Subject:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that machines run."""
     seen: list[str] = []
-    launch = Machine.launch
+    perform = Machine.perform
 
-    def told(self: Machine, function: object, *rest: object, **named: object) -> None:
-        seen.append(function.name)  # pyright: ignore[reportAttributeAccessIssue]
-        launch(self, function, *rest, **named)  # pyright: ignore[reportArgumentType]
+    def told(self: Machine, asked: AskedLaunch) -> None:
+        seen.append(asked.function.name)
+        perform(self, asked)
 
-    monkeypatch.setattr(Machine, "launch", told)
+    monkeypatch.setattr(Machine, "perform", told)
     return seen
 
 
