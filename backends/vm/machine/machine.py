@@ -71,7 +71,7 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AskedLaunch:
+class LaunchRequest:
     """What Machine.launch was asked for."""
 
     function: BoundFunction
@@ -149,9 +149,9 @@ class Machine:
         one unless `findings` collects.
         """
         shape = LaunchShape(grid, block, cluster, dynamic_smem)
-        self.perform(AskedLaunch(function, shape, params, dependent, cooperative))
+        self.perform(LaunchRequest(function, shape, params, dependent, cooperative))
 
-    def perform(self, asked: AskedLaunch) -> None:
+    def perform(self, asked: LaunchRequest) -> None:
         """As `launch` says."""
         function, shape = asked.function, asked.shape
         _check_launch(function, shape)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.vm.executor import VmExecutor
-from backends.vm.machine.machine import AskedLaunch, Machine
+from backends.vm.machine.machine import LaunchRequest, Machine
 from backends.vm.memory.global_memory import Buffer
 from conformance.fakes.patient import patient
 from conformance.kernels.mutants.campaign import Built, Plan, Record, Subject, planned, program_of, subjects
@@ -47,9 +47,9 @@ class Noting(Machine):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.noted: list[AskedLaunch] = []
+        self.noted: list[LaunchRequest] = []
 
-    def perform(self, asked: AskedLaunch) -> None:
+    def perform(self, asked: LaunchRequest) -> None:
         """Note it."""
         if asked.cooperative:
             raise ValueError(f"{asked.function.name} is a cooperative launch; the launcher on the device makes none")
@@ -72,7 +72,7 @@ def noted(built: Built, program: Program | HostProgram) -> tuple[Noting, tuple[s
     return made[-1], tuple(guarded.arena.outputs)
 
 
-def places(launch: AskedLaunch, buffers: Sequence[Buffer]) -> list[tuple[int, int, str, int]]:
+def places(launch: LaunchRequest, buffers: Sequence[Buffer]) -> list[tuple[int, int, str, int]]:
     """Where addresses stand among the parameters: parameter, byte, buffer, offset into it."""
     found: list[tuple[int, int, str, int]] = []
     for number, param in enumerate(launch.params):

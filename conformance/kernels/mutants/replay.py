@@ -22,7 +22,7 @@ from backends.vm import executor as machine
 from backends.vm.bind.function import bind_function
 from backends.vm.load import load
 from backends.vm.machine.code import BoundFunction
-from backends.vm.machine.machine import PEAKS, AskedLaunch, Machine
+from backends.vm.machine.machine import PEAKS, LaunchRequest, Machine
 from backends.vm.machine.scheduler import Schedule
 from backends.vm.memory.definedness import Origin
 from backends.vm.memory.global_memory import Buffer, Bytes
@@ -93,7 +93,7 @@ class Recording(Machine):
         super().__init__(*given)  # pyright: ignore[reportArgumentType]
         self._tape = tape
 
-    def perform(self, asked: AskedLaunch) -> None:
+    def perform(self, asked: LaunchRequest) -> None:
         """As of Machine; and a mark is put at its end."""
         before, marks = Counter(self.counters), self._tape.marks
         super().perform(asked)
@@ -122,7 +122,7 @@ class Playing(Machine):
         self._in_step = True
         self._left: Mark | None = None
 
-    def perform(self, asked: AskedLaunch) -> None:
+    def perform(self, asked: LaunchRequest) -> None:
         """As of Machine, or what the tape says of this launch."""
         name = asked.function.name
         mark = self._marks[self._at] if self._at < len(self._marks) else None

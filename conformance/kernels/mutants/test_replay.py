@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from backends.vm.machine.machine import AskedLaunch, Machine
+from backends.vm.machine.machine import LaunchRequest, Machine
 from conformance.kernels.mutants import campaign
 from conformance.kernels.mutants.campaign import Subject, collected, drawn, killed_by, subjects, verdict
 from conformance.kernels.mutants.mutant import Edit, Mutant, instructions, mutants
@@ -32,7 +32,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     perform = Machine.perform
 
-    def told(self: Machine, asked: AskedLaunch) -> None:
+    def told(self: Machine, asked: LaunchRequest) -> None:
         seen.append(asked.function.name)
         perform(self, asked)
 
