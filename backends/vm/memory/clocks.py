@@ -151,6 +151,16 @@ Snapshot = dict[int, Epochs]
 the asynchronous proxy sees too. Nobody changes the arrays."""
 
 
+def seen_of(known: Snapshot, cluster: int, agent: int) -> int:
+    """The last epoch of an agent that is ordered before, 0 if nothing is known of its cluster."""
+    return int(known[cluster][agent]) if cluster in known else 0
+
+
+def parts_of(mark: int) -> tuple[int, int, int]:
+    """Cluster, agent and epoch of a mark of global memory."""
+    return mark >> CLUSTER_SHIFT, agent_of(mark & STAMP_MASK), mark & EPOCH_MASK
+
+
 def merge(into: Snapshot, other: Snapshot) -> None:
     """`into` sees everything that `other` has seen."""
     for cluster, epochs in other.items():

@@ -32,7 +32,6 @@ from backends.vm.faults import Fault, OtherAccess, at_line, report
 from backends.vm.memory.access_code import GLOBAL_FIELDS, MemoryWords
 from backends.vm.memory.clocks import (
     CLUSTER_SHIFT,
-    EPOCH_MASK,
     STAMP_MASK,
     WAITED,
     Agents,
@@ -41,6 +40,8 @@ from backends.vm.memory.clocks import (
     Snapshot,
     agent_of,
     merge,
+    parts_of,
+    seen_of,
     unordered,
 )
 from backends.vm.memory.global_memory import Buffer, Bytes, GlobalMemory
@@ -228,6 +229,42 @@ class Shadow:
         return first if size >> self.shift == 1 else first + np.arange(size >> self.shift)
 
 
+@dataclass(slots=True)
+class GlobalAccesses:
+    """Accesses [n] of one buffer by `warp`, as checks look at them: granules [n, k], and what `action` says they do.
+
+    `lanes` [n]: those of the warp that do it; None: it is not known which. `by_lane`: the number of an access is its
+    lane. `written`: addresses [n], and what threads are about to write there.
+    """
+
+    action: str
+    buffer: Buffer
+    shadow: Shadow
+    granules: Addresses
+    warp: Accessor
+    lanes: Addresses | None
+    by_lane: bool
+    written: tuple[Addresses, Bytes | None] | None = None
+
+    def lane(self, access: int) -> int | None:
+        """Of an access."""
+        return access if self.by_lane else None
+
+    def written_before(self) -> npt.NDArray[np.bool_] | None:
+        """Which accesses [n, 1] write what lies there already; None if it is not known what they write."""
+        addresses, values = self.written or (None, None)
+        if addresses is None or values is None:
+            return None
+        offsets = addresses - self.buffer.base
+        return (self.buffer.data[offsets[:, None] + np.arange(values.shape[1])] == values).all(1)[:, None]
+
+    def report_lanes(self, access: int, granule: int, why: str, other: OtherAccess) -> None:
+        """What lanes of a warp leave unordered."""
+        offset = self.shadow.offset_in(self.buffer, granule)
+        report(Fault("lanes-unordered", f"byte {offset} of `{self.buffer.name}` {self.action} {why}",
+                     lane=self.lane(access), address=self.buffer.base + offset, other=other))  # fmt: skip
+
+
 class GlobalRaces:
     """The shadows and the flags of one launch.
 
@@ -282,13 +319,13 @@ class GlobalRaces:
             self.chain.check(buffer, addresses, size, warp.clock, writes=False, by_lane=by_lane)
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
-        self._check(shadow, granules, shadow.writer, buffer, warp, "is read", by_lane)
-        if lanes is not None:
-            self._check_met(shadow, granules, buffer, warp, lanes, by_lane)
-        self._check_released(shadow, granules, buffer, warp, "is read", by_lane)
-        self._check_acquired(shadow, granules, shadow.writer, buffer, warp, "is read", lanes, by_lane)
+        accesses = GlobalAccesses("is read", buffer, shadow, granules, warp, lanes, by_lane)
+        self._check(accesses, shadow.writer)
+        self._check_met(accesses)
+        self._check_released(accesses)
+        self._check_acquired(accesses, shadow.writer)
         if bulk and self.stored:
-            self._check_fenced(shadow, granules, buffer, warp, "reads")
+            self._check_fenced(accesses, "reads")
         shadow.reader[granules] = warp.agents.mark | stamp
         shadow.read_line[granules] = warp.agents.line()
 
@@ -317,13 +354,16 @@ class GlobalRaces:
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
         if not strong:
-            self._check(shadow, granules, shadow.writer, buffer, warp, "is overwritten", by_lane, (addresses, values))
-            self._check_released(shadow, granules, buffer, warp, "is overwritten", by_lane, (addresses, values))
-            self._check(shadow, granules, shadow.reader, buffer, warp, "is overwritten", by_lane)
+            accesses = GlobalAccesses(
+                "is overwritten", buffer, shadow, granules, warp, lanes, by_lane, (addresses, values)
+            )
+            self._check(accesses, shadow.writer)
+            self._check_released(accesses)
+            self._check(accesses, shadow.reader)
             for marks in (shadow.writer, shadow.reader):
-                self._check_acquired(shadow, granules, marks, buffer, warp, "is overwritten", lanes, by_lane)
+                self._check_acquired(accesses, marks)
             if not by_lane and self.stored:
-                self._check_fenced(shadow, granules, buffer, warp, "overwrites")
+                self._check_fenced(accesses, "overwrites")
         self.stored |= by_lane
         shadow.writer[granules] = warp.agents.mark | stamp
         shadow.line[granules] = line
@@ -384,119 +424,85 @@ class GlobalRaces:
             found = self._shadows[buffer.base] = Shadow.of(buffer)
         return found
 
-    def _check(
-        self,
-        shadow: Shadow,
-        granules: Addresses,
-        marks: Addresses,
-        buffer: Buffer,
-        warp: Accessor,
-        action: str,
-        by_lane: bool,
-        written: tuple[Addresses, Bytes | None] | None = None,
-    ) -> None:
-        """Report the accesses of `marks` that nothing orders before; `written`: addresses and what threads write."""
-        found = marks[granules]
+    def _check(self, accesses: GlobalAccesses, marks: Addresses) -> None:
+        """Report the accesses of `marks` that nothing orders before."""
+        shadow, buffer, warp, found = accesses.shadow, accesses.buffer, accesses.warp, marks[accesses.granules]
         if not count_nonzero(found):
             return
         late = _late(found, warp)
         if not count_nonzero(late):
             return
-        if written is not None and written[1] is not None:
-            same = _equal(buffer, written[0], written[1])
-            late &= ~(same[:, None] & (agent_of(found & STAMP_MASK) < warp.agents.first_engine))
         wrote = marks is shadow.writer
-        for access, at, line in shadow.one_a_line(granules, late, writes=wrote):
+        if wrote and (same := accesses.written_before()) is not None:
+            late &= ~(same & (agent_of(found & STAMP_MASK) < warp.agents.first_engine))
+        for access, at, line in shadow.one_a_line(accesses.granules, late, writes=wrote):
             offset, who = shadow.offset_in(buffer, at), self._name(int(marks[at]), warp)
             did = "wrote" if wrote else "read"
-            report(Fault("global-race", f"byte {offset} of `{buffer.name}` {action}, but nothing orders that after "
-                         f"{who} {did} it{at_line(line)}: a barrier, or a release and an acquire of gpu scope, "
-                         "with fences if they are relaxed, is missing", lane=access if by_lane else None,
+            report(Fault("global-race", f"byte {offset} of `{buffer.name}` {accesses.action}, but nothing orders that "
+                         f"after {who} {did} it{at_line(line)}: a barrier, or a release and an acquire of gpu scope, "
+                         "with fences if they are relaxed, is missing", lane=accesses.lane(access),
                          address=buffer.base + offset, other=OtherAccess(who, did, line)))  # fmt: skip
 
-    def _check_met(
-        self, shadow: Shadow, granules: Addresses, buffer: Buffer, warp: Accessor, lanes: Addresses, by_lane: bool
-    ) -> None:
-        """Report what `lanes` read before they have met the lanes of their warp that wrote it."""
-        foreign = shadow.lanes.foreign(granules, lanes, warp.meetings)
+    def _check_met(self, accesses: GlobalAccesses) -> None:
+        """Report what lanes read before they have met the lanes of their warp that wrote it."""
+        shadow, warp, lanes = accesses.shadow, accesses.warp, accesses.lanes
+        if lanes is None:
+            return
+        foreign = shadow.lanes.foreign(accesses.granules, lanes, warp.meetings)
         if not count_nonzero(foreign):
             return
-        marks = shadow.writer[granules]
+        marks = shadow.writer[accesses.granules]
         foreign &= (marks >> CLUSTER_SHIFT == warp.agents.serial) & (agent_of(marks & STAMP_MASK) == warp.agent)
-        for access, at, line in shadow.one_a_line(granules, foreign, writes=True):
+        for access, at, line in shadow.one_a_line(accesses.granules, foreign, writes=True):
             who = f"lane {shadow.lanes.lane[at]} of the same warp"
-            self._report_lanes(shadow, at, buffer, access if by_lane else None, f"is read by lane {lanes[access]} "
-                               f"after {who} wrote it at PTX line {line}, and the lanes have not met in between: "
-                               "bar.warp.sync is missing", OtherAccess(who, "wrote", line))  # fmt: skip
+            accesses.report_lanes(access, at, f"by lane {lanes[access]} after {who} wrote it at PTX line {line}, and "
+                                 "the lanes have not met in between: bar.warp.sync is missing",
+                                 OtherAccess(who, "wrote", line))  # fmt: skip
 
-    def _check_released(
-        self,
-        shadow: Shadow,
-        granules: Addresses,
-        buffer: Buffer,
-        warp: Accessor,
-        action: str,
-        by_lane: bool,
-        written: tuple[Addresses, Bytes | None] | None = None,
-    ) -> None:
-        """Report what is reached behind a release by other lanes than those that wrote it; `written` as in _check."""
+    def _check_released(self, accesses: GlobalAccesses) -> None:
+        """Report what is accessed behind a release by other lanes than those that wrote it."""
+        shadow, warp, granules = accesses.shadow, accesses.warp, accesses.granules
         marks = shadow.writer[granules]
         loose = self._partial[agent_of(marks & STAMP_MASK)] & (shadow.lanes.met[granules] > 0)
         if not count_nonzero(loose):
             return
-        if written is not None and written[1] is not None:
-            loose &= ~_equal(buffer, written[0], written[1])[:, None]
+        if (same := accesses.written_before()) is not None:
+            loose &= ~same
         known = warp.known()
         for place in zip(*np.nonzero(loose), strict=True):
-            mark, at = int(marks[place]), granules[place]
-            serial, agent, epoch = mark >> CLUSTER_SHIFT, agent_of(mark & STAMP_MASK), mark & EPOCH_MASK
-            seen = int(known[serial][agent]) if serial in known else 0
+            at = granules[place]
+            serial, agent, epoch = parts_of(int(marks[place]))
+            seen = seen_of(known, serial, agent)
             lane, met = int(shadow.lanes.lane[at]), int(shadow.lanes.met[at])
             loose[place] = epoch <= seen and self.releases[serial].leave_out(agent, lane, met, epoch, seen)
         for access, at, line in shadow.one_a_line(granules, loose, writes=True):
             who = f"lane {shadow.lanes.lane[at]} of {self._name(int(shadow.writer[at]), warp)}"
-            self._report_lanes(shadow, at, buffer, access if by_lane else None, f"{action} after {who} wrote it at PTX "
-                               f"line {line}; what orders that is a release by other lanes of that warp, which the "
-                               "lane has not met in between: bar.warp.sync is missing ahead of the release",
-                               OtherAccess(who, "wrote", line))  # fmt: skip
+            accesses.report_lanes(access, at, f"after {who} wrote it at PTX line {line}; what orders that is a release "
+                                 "by other lanes of that warp, which the lane has not met in between: bar.warp.sync is "
+                                 "missing ahead of the release", OtherAccess(who, "wrote", line))  # fmt: skip
 
-    def _check_acquired(
-        self,
-        shadow: Shadow,
-        granules: Addresses,
-        marks: Addresses,
-        buffer: Buffer,
-        warp: Accessor,
-        action: str,
-        lanes: Addresses | None,
-        by_lane: bool,
-    ) -> None:
-        """Report accesses of `marks` that only acquires by other lanes of `warp` order before."""
+    def _check_acquired(self, accesses: GlobalAccesses, marks: Addresses) -> None:
+        """Report accesses of `marks` that only acquires by other lanes of the warp order before."""
+        shadow, warp, lanes = accesses.shadow, accesses.warp, accesses.lanes
         if lanes is None or warp.acquires.at != warp.meetings:
             return
-        unknown = warp.acquires.unknown(marks[granules], lanes, warp.known())
+        unknown = warp.acquires.unknown(marks[accesses.granules], lanes, warp.known())
         wrote = marks is shadow.writer
-        for access, at, line in shadow.one_a_line(granules, unknown, writes=wrote):
+        for access, at, line in shadow.one_a_line(accesses.granules, unknown, writes=wrote):
             who, did = self._name(int(marks[at]), warp), "wrote" if wrote else "read"
-            self._report_lanes(shadow, at, buffer, access if by_lane else None, f"{action} by lane {lanes[access]} "
-                               f"after {who} {did} it at PTX line {line}; what orders that is an acquire by other "
-                               "lanes, which the lane has not met since: bar.warp.sync is missing behind the acquire",
-                               OtherAccess(who, did, line))  # fmt: skip
+            accesses.report_lanes(access, at, f"by lane {lanes[access]} after {who} {did} it at PTX line {line}; what "
+                                 "orders that is an acquire by other lanes, which the lane has not met since: "
+                                 "bar.warp.sync is missing behind the acquire",
+                                 OtherAccess(who, did, line))  # fmt: skip
 
-    def _report_lanes(
-        self, shadow: Shadow, granule: int, buffer: Buffer, lane: int | None, what: str, other: OtherAccess
-    ) -> None:
-        offset = shadow.offset_in(buffer, granule)
-        report(Fault("lanes-unordered", f"byte {offset} of `{buffer.name}` {what}", lane=lane,
-                     address=buffer.base + offset, other=other))  # fmt: skip
-
-    def _check_fenced(self, shadow: Shadow, granules: Addresses, buffer: Buffer, warp: Accessor, action: str) -> None:
-        late = _unfenced(shadow.writer[granules], warp)
+    def _check_fenced(self, accesses: GlobalAccesses, does: str) -> None:
+        shadow, buffer, warp = accesses.shadow, accesses.buffer, accesses.warp
+        late = _unfenced(shadow.writer[accesses.granules], warp)
         if not count_nonzero(late):
             return
-        for _, at, line in shadow.one_a_line(granules, late, writes=True):
+        for _, at, line in shadow.one_a_line(accesses.granules, late, writes=True):
             offset, who = shadow.offset_in(buffer, at), self._name(int(shadow.writer[at]), warp)
-            report(Fault("missing-proxy-fence", f"a bulk copy {action} byte {offset} of `{buffer.name}`, which {who} "
+            report(Fault("missing-proxy-fence", f"a bulk copy {does} byte {offset} of `{buffer.name}`, which {who} "
                          f"wrote at PTX line {line} through the generic proxy with no fence.proxy.async of global "
                          "memory in between", address=buffer.base + offset,
                          other=OtherAccess(who, "wrote", line)))  # fmt: skip
@@ -510,9 +516,9 @@ class GlobalRaces:
 
     def release(self, address: int, warp: Accessor, *, ordered: bool) -> None:
         """A strong write of gpu scope. The flag carries what `warp` has seen; unless `ordered`, what it published."""
-        grid, cluster = warp.clock.grid, warp.agents.serial
+        grid = warp.clock.grid
         if ordered:
-            carried = {**(grid.known if grid is not None else {}), cluster: warp.clock.seen.copy()}
+            carried = warp.known()
         elif grid is not None and grid.published:
             carried = grid.published
         else:
@@ -529,12 +535,6 @@ class GlobalRaces:
             grid.learn(warp.agents.serial, warp.clock.seen, found)
         else:
             merge(grid.noticed, found)
-
-
-def _equal(buffer: Buffer, addresses: Addresses, values: Bytes) -> npt.NDArray[np.bool_]:
-    """Which of `values` [n, size] lie at addresses [n] already."""
-    offsets = addresses - buffer.base
-    return (buffer.data[offsets[:, None] + np.arange(values.shape[1])] == values).all(1)
 
 
 def _inside(buffer: Buffer, addresses: Addresses, size: int) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.memory.clocks import CLUSTER_SHIFT, EPOCH_MASK, STAMP_MASK, Snapshot, agent_of
+from backends.vm.memory.clocks import Snapshot, parts_of, seen_of
 
 
 @dataclass(slots=True)
@@ -43,11 +43,7 @@ class LaneAcquires:
             if known is self.after[-1][1]:
                 continue
             for column, mark in enumerate(marks[at].tolist()):
-                cluster, agent, epoch = mark >> CLUSTER_SHIFT, agent_of(mark & STAMP_MASK), mark & EPOCH_MASK
-                own, acquired, last = (_of(one, cluster, agent) for one in (known, self.after[-1][1], now))
+                cluster, agent, epoch = parts_of(mark)
+                own, acquired, last = (seen_of(one, cluster, agent) for one in (known, self.after[-1][1], now))
                 found[at, column] = own < epoch <= acquired == last
         return found
-
-
-def _of(known: Snapshot, cluster: int, agent: int) -> int:
-    return int(known[cluster][agent]) if cluster in known else 0
