@@ -16,7 +16,7 @@ from typing import Final
 
 from conformance.gpu.same_bits import BACKENDS, TARGET, Key, part_of, program_of, rows_of
 from megamoe.judge.figures import program_sha256
-from megamoe.records.files import read_records
+from megamoe.records.files import newest_records, read_records
 from megamoe.records.lines import Record, RecordError
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import SpecError
@@ -28,14 +28,8 @@ PROFILES: Final = ("full", "gpu")
 
 def newest(records: Sequence[Path]) -> dict[Key, Record]:
     """The line of each row on a device, from the run that started last."""
-    found: dict[Key, tuple[str, Record]] = {}
-    for file in map(read_records, records):
-        started = {header.run: header.started for header in file.headers}
-        for record in file.records:
-            key, since = (record.case, record.backend), started[record.run]
-            if (record.target, record.executor) == (TARGET, "gpu") and since >= found.get(key, ("",))[0]:
-                found[key] = since, record
-    return {key: record for key, (_, record) in found.items()}
+    found = newest_records(map(read_records, records), lambda one: (one.target, one.executor) == (TARGET, "gpu"))
+    return {(row.case, row.backend): record for row, record in found.items()}
 
 
 def built(key: Key) -> str | None:
@@ -72,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = dict.fromkeys(
             key for profile in given.profile or PROFILES for key in rows_of(given.op, profile, backends)
         )
-        today = {key: built(key) for key in list(rows)[given.part.index - 1 :: given.part.count]}
+        today = {key: built(key) for key in given.part.of(rows)}
     except (SelectionError, SpecError, RecordError, OSError) as error:
         print(f"judged: {error}", file=sys.stderr)
         return 2

@@ -106,7 +106,7 @@ def _run(given: argparse.Namespace) -> int:
     found: dict[Key, Left] = {}
     given.file.write_bytes(pickle.dumps(found))
     known = {(*_key(line), line["program_sha256"]) for line in _lines(given.known) if not _differs(line)}
-    for key in rows_of(given.op, given.profile, given.backend or BACKENDS)[given.part.index - 1 :: given.part.count]:
+    for key in given.part.of(rows_of(given.op, given.profile, given.backend or BACKENDS)):
         if (left := left_by(key, given.executor, known)) is not None:
             found[key] = left
             given.file.write_bytes(pickle.dumps(found))

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Annotated, cast, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from megamoe.contract import Row
 from megamoe.contract.plain import not_plain, plain_bytes
 from megamoe.contract.scratch import unfinished
 from megamoe.records.lines import (
@@ -178,6 +179,18 @@ def read_records(path: Path) -> RecordFile:
     except OSError as error:
         raise RecordError(f"cannot read records from {path}: {error.strerror}") from error
     return parse_records(path, data)
+
+
+def newest_records(files: Iterable[RecordFile], wanted: Callable[[Record], bool]) -> dict[Row, Record]:
+    """Of each row the `wanted` record of the run that started last; of several of these the last one."""
+    found: dict[Row, tuple[str, Record]] = {}
+    for file in files:
+        started = {header.run: header.started for header in file.headers}
+        for record in filter(wanted, file.records):
+            since = started.get(record.run, "")
+            if record.row not in found or since >= found[record.row][0]:
+                found[record.row] = since, record
+    return {row: record for row, (_, record) in found.items()}
 
 
 def files_in(given: Sequence[Path]) -> list[Path]:

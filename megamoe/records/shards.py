@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, TypeVar
 
 from megamoe import CHECKOUT
 from megamoe.contract import Row
-from megamoe.records.files import read_records
+from megamoe.records.files import newest_records, read_records
 from megamoe.records.lines import MAX_NAME, MAX_SHARDS, Shard
 from megamoe.spec.selection import Selection, SelectionError
 
@@ -28,6 +28,7 @@ UNKNOWN_S: Final = 1.0
 """The cost of each row where no record knows any."""
 TRACKED: Final = CHECKOUT / "results" / "records"
 _NTH = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,14 @@ class Nth:
         if len(run_set) > MAX_NAME or not run_set.isprintable():
             raise SelectionError(f"--run-set has at most {MAX_NAME} characters, all of them printable")
         return cls(index, count, run_set)
+
+    def of(self, items: Iterable[_Item]) -> list[_Item]:
+        """Every `count`-th, from the `index`-th on."""
+        return list(items)[self.index - 1 :: self.count]
+
+
+WHOLE: Final = Nth(1, 1)
+"""The one shard of what is not cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +154,6 @@ def cost_of(rows: Iterable[Row], folder: Path = TRACKED) -> dict[Row, float]:
 @cache
 def _recorded(folder: Path) -> dict[Row, float]:
     """Host seconds of every row that has a record in `folder`; of several records the newest counts."""
-    newest: dict[Row, tuple[str, float]] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        file = read_records(path)
-        started = {header.run: header.started for header in file.headers}
-        for record in file.records:
-            if record.judge_host_seconds and record.status == "passed":
-                found = (started.get(record.run, ""), record.judge_host_seconds)
-                newest[record.row] = max(newest.get(record.row, found), found)
-    return {row: seconds for row, (_, seconds) in newest.items()}
+    files = map(read_records, sorted(folder.glob("*.jsonl")))
+    found = newest_records(files, lambda record: bool(record.judge_host_seconds) and record.status == "passed")
+    return {row: record.judge_host_seconds or 0.0 for row, record in found.items()}

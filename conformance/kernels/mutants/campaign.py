@@ -41,6 +41,7 @@ from megamoe.judge.guarded import GuardedCase, GuardedRun
 from megamoe.judge.judge import Expected, compared, complaints, expected_of
 from megamoe.judge.tolerance import Judgement
 from megamoe.ops import reference
+from megamoe.records.shards import WHOLE, Nth
 from megamoe.runner.limits import seconds_at_most
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
@@ -69,14 +70,14 @@ class OverTime(Exception):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a campaign runs. Of each program: `synchronisation` mutants of the classes SYNCHRONISATION and `others` of
-    the rest (None: all), drawn by `seed`. Shard `shard[0]` of `shard[1]`, from 1. `programs`: parts of the names of
+    the rest (None: all), drawn by `seed`; of these a `shard`. `programs`: parts of the names of
     programs (none: all programs)."""
 
     selection: Selection
     synchronisation: int | None = None
     others: int | None = 10
     seed: int = 0
-    shard: tuple[int, int] = (1, 1)
+    shard: Nth = WHOLE
     programs: tuple[str, ...] = ()
 
 
@@ -290,7 +291,7 @@ def planned(plan: Plan, programs: Sequence[Subject]) -> list[tuple[Subject, Muta
         rest = [one for one in every if one.kind not in SYNCHRONISATION]
         chosen += [(subject, one) for one in drawn(ordering, plan.synchronisation, plan.seed)]
         chosen += [(subject, one) for one in drawn(rest, plan.others, plan.seed)]
-    return chosen[plan.shard[0] - 1 :: plan.shard[1]]
+    return plan.shard.of(chosen)
 
 
 def drawn(every: Sequence[Mutant], count: int | None, seed: int) -> list[Mutant]:

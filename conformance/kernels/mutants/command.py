@@ -101,9 +101,8 @@ def _campaign(options: argparse.Namespace, given: Sequence[str]) -> int:
     )
     if options.search is not None:
         return _search(record, selection, Effort(options.search, options.seconds or 60.0))
-    shard = Nth.parse(options.shard)
-    part = (shard.index, shard.count)
-    plan = Plan(selection, options.sync, options.others, options.seed, part, tuple(options.program or ()))
+    shard, parts = Nth.parse(options.shard), tuple(options.program or ())
+    plan = Plan(selection, options.sync, options.others, options.seed, shard, parts)
     if options.id or options.text:
         return _alone(options.id, options.text, plan)
     todo, known = planned(plan, subjects(selection)), reasons()

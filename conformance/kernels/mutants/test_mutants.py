@@ -37,6 +37,7 @@ from conformance.kernels.mutants.table import RECORD, TABLE, Reason, reason_of, 
 from conformance.kernels.mutants.unmutated import Watch, Watched, told, watch, watched
 from megamoe.contract import BufferArg, Launch, Program, RunOptions, ScalarArg, TensorMapArg
 from megamoe.records.lines import RecordError
+from megamoe.records.shards import Nth
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import parse_marked_yaml
 from megamoe.spec.selection import Selection, owed_rows
@@ -208,7 +209,7 @@ def test_a_sample_of_the_tool(program: Subject, tmp_path: Path) -> None:
     record = Record(tmp_path / "mutants.jsonl")
     plan = Plan(SELECTION, synchronisation=20, others=12, seed=11)
     todo = planned(plan, [program])
-    parts = [planned(replace(plan, shard=(part, 3)), [program]) for part in (1, 2, 3)]
+    parts = [planned(replace(plan, shard=Nth(part, 3)), [program]) for part in (1, 2, 3)]
     assert sorted(one.id for part in parts for _, one in part) == sorted(one.id for _, one in todo)
     for part in parts:
         list(run(part, record, ("eager", "lazy")))
