@@ -429,8 +429,10 @@ class Run:
                 if tmem is not None and tmem.unwaited_overwrites:
                     counters["tmem_unwaited_overwrites"] += tmem.unwaited_overwrites
             self.resident.remove(cluster)
-            for warp in cluster.warps:
-                give_registers_back(warp.registers)
+            for cta in cluster.ctas:
+                cta.smem.give_readings_back()
+                for warp in cta.warps:
+                    give_registers_back(warp.registers)
             self.warps = [warp for warp in self.warps if warp.cta.cluster is not cluster]
             if self.machine.observer is None:
                 cluster.part()
