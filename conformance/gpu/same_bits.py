@@ -8,7 +8,9 @@
 machine models an H200's tensor core to the bit. `--part 2/8` is the second eighth of the rows. `compare` counts the
 elements that differ in any bit. Elements that may hold anything count as equal. With `--known RECORD` a row of which an
 older record says that no bit differs is not run again while its program is the same, and `compare` takes its line from
-there. Lines of other programs, and of cases that no profile has any more, are left out.
+there. Lines of other programs, and of cases that no profile has any more, are left out. A program is its text and its
+launches; of a line without `launches_sha256`, from before 2026-11-24, the text alone is compared, and both commands say
+of how many.
 """
 
 from __future__ import annotations
@@ -18,15 +20,25 @@ import hashlib
 import json
 import pickle
 import sys
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 
 from conformance.gpu.probe import differences
-from megamoe.contract import AnyProgram, HostProgram, RunOptions, UnsupportedError, load_backend, load_executor
+from megamoe.contract import (
+    AnyProgram,
+    HostProgram,
+    PythonProgram,
+    RunOptions,
+    UnsupportedError,
+    as_program,
+    load_backend,
+    load_executor,
+)
 from megamoe.judge.guarded import GuardedCase
 from megamoe.records.shards import Nth
 from megamoe.spec.load import load_specs
@@ -38,13 +50,33 @@ BACKENDS: Final = ("cutedsl", "ptx")
 
 
 @dataclass(frozen=True)
+class Digests:
+    """SHA-256 of a program. `text`: of its PTX, and of its host object if there is one. `launches`: of grids,
+    arguments, workspaces and all else that it has; "" where a record or a file does not tell."""
+
+    text: str
+    launches: str = ""
+
+    def same(self, other: Digests) -> bool:
+        """Whether nothing that both tell differs."""
+        told = self.launches and other.launches
+        return self.text == other.text and (not told or self.launches == other.launches)
+
+
+@dataclass(frozen=True)
 class Left:
-    """What one program left. `program`: SHA-256 of its PTX, and of its host object if there is one. `fault`: what the
-    judge would say of the memory, or the error that came instead; "" for none."""
+    """What one program left. `program`, `launches`: as Digests has them. `fault`: what the judge would say of the
+    memory, or the error that came instead; "" for none."""
 
     program: str
     outputs: Mapping[str, torch.Tensor]
     fault: str
+    launches: str = ""
+
+    @property
+    def digests(self) -> Digests:
+        """Of the program."""
+        return Digests(self.program, self.launches)
 
 
 Key = tuple[str, str]
@@ -57,30 +89,41 @@ def rows_of(op: str, profile: str, backends: Sequence[str]) -> list[Key]:
     return [(row.case, row.backend) for row in owed_rows(load_specs(), selection)]
 
 
-def program_of(spec: Spec, key: Key) -> tuple[AnyProgram, str] | None:
-    """The program of a row, and what Left calls it; None if its backend has none."""
+def program_of(spec: Spec, key: Key) -> tuple[AnyProgram, Digests] | None:
+    """The program of a row; None if its backend has none."""
     case_id, backend = key
     try:
-        program = load_backend(backend).build(spec.parse_case(case_id), TARGET)
+        program = as_program(load_backend(backend).build(spec.parse_case(case_id), TARGET), backend)
     except UnsupportedError:
         return None
-    text = (program.ptx or "").encode() + (program.host_object if isinstance(program, HostProgram) else b"")
-    return program, hashlib.sha256(text).hexdigest()
+    return program, digests_of(program)
 
 
-def left_by(key: Key, executor_name: str, known: Container[tuple[str, str, str]] = ()) -> Left | None:
+def digests_of(program: AnyProgram) -> Digests:
+    """Its text, and all that its fields hold beside the text and the compiler's name."""
+    host = program.host_object if isinstance(program, HostProgram) else b""
+    text = (program.ptx or "").encode() + host
+    names = {one.name for one in fields(program)} - {"ptx", "host_object", "compiler"}
+    held = {name: getattr(program, name) for name in sorted(names)}
+    said = {name: sorted(one.items()) if isinstance(one, Mapping) else one for name, one in held.items()}
+    if isinstance(program, PythonProgram):
+        del said["prepare"]
+    return Digests(hashlib.sha256(text).hexdigest(), hashlib.sha256(repr(said).encode()).hexdigest())
+
+
+def left_by(key: Key, executor_name: str, known: Mapping[Key, Digests] = MappingProxyType({})) -> Left | None:
     """What the program of a row leaves; None if its backend has none, or if `known` has the row of this program."""
     spec = load_specs()[key[0].partition(":")[0]]
     built = program_of(spec, key)
-    if built is None or (*key, built[1]) in known:
+    if built is None or (key in known and known[key].same(built[1])):
         return None
-    (program, name), case = built, spec.parse_case(key[0])
+    (program, digests), case = built, spec.parse_case(key[0])
     options = RunOptions(accumulate="hopper") if executor_name == "vm" else RunOptions()
     try:
         ran = GuardedCase(spec, case, load_executor(executor_name)).run(program, options)
-        return Left(name, ran.settled, ran.fault())
+        return Left(digests.text, ran.settled, ran.fault(), digests.launches)
     except Exception as error:
-        return Left(name, {}, f"{type(error).__name__}: {error}"[:500])
+        return Left(digests.text, {}, f"{type(error).__name__}: {error}"[:500], digests.launches)
 
 
 def compared(device: Mapping[Key, Left], machine: Mapping[Key, Left]) -> list[dict[str, object]]:
@@ -92,7 +135,14 @@ def compared(device: Mapping[Key, Left], machine: Mapping[Key, Left]) -> list[di
             raise ValueError(
                 f"{key[0]} of {key[1]}: the device ran the program {here.program}, the machine {there.program}"
             )
+        if not here.digests.same(there.digests):
+            raise ValueError(
+                f"{key[0]} of {key[1]}: the device and the machine ran the same text with other grids or arguments: "
+                f"their launches are {here.launches} and {there.launches}"
+            )
         line: dict[str, object] = {"case": key[0], "backend": key[1], "target": TARGET, "program_sha256": here.program}
+        if here.launches and there.launches:
+            line["launches_sha256"] = here.launches
         if here.fault or there.fault:
             line |= {"device": here.fault, "machine": there.fault}
         else:
@@ -105,7 +155,9 @@ def compared(device: Mapping[Key, Left], machine: Mapping[Key, Left]) -> list[di
 def _run(given: argparse.Namespace) -> int:
     found: dict[Key, Left] = {}
     given.file.write_bytes(pickle.dumps(found))
-    known = {(*_key(line), line["program_sha256"]) for line in _lines(given.known) if not _differs(line)}
+    before = _lines(given.known)
+    known = {_key(line): _digests(line) for line in before if not _differs(line)}
+    _say_untold(given.known, before)
     for key in given.part.of(rows_of(given.op, given.profile, given.backend or BACKENDS)):
         if (left := left_by(key, given.executor, known)) is not None:
             found[key] = left
@@ -130,6 +182,15 @@ def _key(line: Mapping[str, Any]) -> Key:
     return line["case"], line["backend"]
 
 
+def _digests(line: Mapping[str, Any]) -> Digests:
+    return Digests(line["program_sha256"], line.get("launches_sha256", ""))
+
+
+def _say_untold(record: Path | None, lines: Sequence[Mapping[str, Any]]) -> None:
+    if untold := sum(not _digests(line).launches for line in lines):
+        print(f"{untold} lines of {record} do not tell of launches: of these rows only the programs' text is compared")
+
+
 def _differs(line: Mapping[str, Any]) -> bool:
     """Whether a bit differs, or one side has nothing to compare."""
     return "differing" not in line or any(line["differing"].values())
@@ -143,7 +204,7 @@ def todays(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     for line in lines:
         if line["case"] in cases:
             built = program_of(specs[line["case"].partition(":")[0]], _key(line))
-            if built is not None and built[1] == line["program_sha256"]:
+            if built is not None and built[1].same(_digests(line)):
                 found.append(line)
     return found
 
@@ -162,6 +223,7 @@ def _compare(given: argparse.Namespace) -> int:
     for line in differing:
         print(json.dumps(line))
     print(f"{len(found)} rows, {len(differing)} differ; the device ran {len(device)}, the machine {len(machine)}")
+    _say_untold(given.known, known)
     if len(known) < len(before):
         print(f"{len(before) - len(known)} lines of {given.known} are of other programs than today's, or of no profile")
     return len(differing)

@@ -11,7 +11,19 @@ import pytest
 import torch
 
 from conformance import ROOT
-from conformance.gpu.same_bits import BACKENDS, Left, compared, left_by, main, rows_of
+from conformance.gpu.same_bits import (
+    BACKENDS,
+    Digests,
+    Left,
+    compared,
+    digests_of,
+    left_by,
+    main,
+    program_of,
+    rows_of,
+)
+from megamoe.contract import Program, ScalarArg
+from megamoe.spec.load import load_specs
 
 RECORDS = ROOT / "results" / "records"
 KEY = ("nvfp4_moe:hidden=128,intermediate=128,num_experts=4,tokens=10,topk=2,weight=before,stage=combine", "ptx")
@@ -44,6 +56,30 @@ def test_one_bit_that_differs_is_seen_and_so_is_another_program(tmp_path: Path) 
     assert lost["device"] == "DeviceError: lost", f"{lost} does not say what became of the row"
     with pytest.raises(ValueError, match="the device ran the program 0"):
         compared({KEY: replace(left, program="0")}, {KEY: left})
+    with pytest.raises(ValueError, match="with other grids or arguments"):
+        compared({KEY: replace(left, launches="0")}, {KEY: left})
+    untold = compared({KEY: replace(left, launches="")}, {KEY: left})[0]
+    assert "launches_sha256" not in untold, "one side does not tell what it launched, and the line does"
+
+
+def test_a_program_with_another_grid_scalar_or_workspace_is_another_program() -> None:
+    built = program_of(load_specs()["nvfp4_moe"], KEY)
+    assert built is not None, f"{KEY} has no program"
+    program, digests = built
+    assert isinstance(program, Program), f"{KEY} is a {type(program).__name__}"
+    assert digests.same(digests_of(program)), "a program is not the same as itself"
+    first, *others = program.launches
+    x, y, z = first.grid
+    changed = {
+        "grid": replace(program, launches=(replace(first, grid=(x + 1, y, z)), *others)),
+        "scalar": replace(program, launches=(replace(first, args=(*first.args, ScalarArg("u32", 7))), *others)),
+        "workspace": replace(program, scratch={**program.scratch, "more": 16}),
+    }
+    for what, other in changed.items():
+        found = digests_of(other)
+        assert found.text == digests.text, f"the text has no {what}"
+        assert not found.same(digests), f"another {what} counts as the same program"
+    assert Digests(digests.text).same(digests), "a record that does not tell of launches is compared by text"
 
 
 def test_the_command_takes_parts_and_counts_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,8 +96,14 @@ def test_the_command_takes_parts_and_counts_what_differs(tmp_path: Path, capsys:
     assert main(["run", here, *part, *known]) == 0
     assert main(["compare", str(record), "--device", here, "--machine", here, *known]) == 0
     assert "1 rows, 0 differ; the device ran 0" in capsys.readouterr().out, "a known row of the same program ran again"
+    old = {name: value for name, value in line.items() if name != "launches_sha256"}
+    record.write_text(json.dumps([old]), "utf-8")
+    assert main(["run", here, *part, *known]) == 0
+    assert "1 lines" in (said := capsys.readouterr().out), f"nobody says that a line tells nothing of launches: {said}"
+    assert not pickle.loads(Path(here).read_bytes()), "a row of a record that tells of text alone ran again"
     for what, other in (
         ("of another program", line | {"program_sha256": "0"}),
+        ("of other launches", line | {"launches_sha256": "0"}),
         ("that differs", line | {"differing": dict.fromkeys(line["differing"], 1)}),
     ):
         record.write_text(json.dumps([other]), "utf-8")

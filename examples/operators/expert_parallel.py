@@ -24,7 +24,7 @@ def layer() -> megamoe.MoeWeights:
     torch.manual_seed(0)
     gate, up = torch.randn(2, EXPERTS, INTERMEDIATE, HIDDEN) / HIDDEN**0.5
     down = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5
-    return megamoe.MoeWeights.quantised(gate, up, down, torch.full((EXPERTS,), 3.0))
+    return megamoe.MoeWeights.quantised(gate, up, down, torch.full((EXPERTS,), 8.0))
 
 
 def choices(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -81,7 +81,7 @@ def check(
             most = share_of_memory(1) / 2**30
             checked.failures.append(f"{kernel}: it takes more memory than this machine has, {most:.3g} GiB")
         except LaunchRefusedError as refused:
-            _unusable(f"{kernel}: {refused}")
+            _unusable(_about(kernel, refused))
         except _TimeIsUpError as late:
             checked.failures.append(f"{kernel}: {late}")
     for name in (schedule or ["eager"]) if tests else []:
@@ -124,6 +124,14 @@ def _write(checked: CheckedRun, sought: Sought) -> None:
 def _unusable(sentence: str) -> NoReturn:
     complain(f"megamoe: {sentence}")
     raise typer.Exit(2)
+
+
+def _about(kernel: str, refused: Exception) -> str:
+    """A sentence that names the file once. A machine calls PTX "<ptx>"."""
+    said = str(refused)
+    if kernel.endswith(".ptx") and said.startswith("<ptx>, "):
+        return kernel + said.removeprefix("<ptx>")
+    return said if kernel in said else f"{kernel}: {said}"
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -189,7 +197,7 @@ def _launched(kernel: str, target: str, launch: _Launch, schedules: list[str], c
             checked.failures.append(f"{kernel}: under the schedule {name}: {lacking}")
             return
         except ValueError as refused:
-            _unusable(f"{kernel}: {refused}")
+            _unusable(_about(kernel, refused))
         if first is not None and (unlike := _unlike(first, args)) is not None:
             checked.ledger.take([_depends(kernel, launch.entry, f"argument {unlike[0]} is another under the schedule "
                                  f"{name} than under {schedules[0]}, from byte {unlike[1]} on")])  # fmt: skip

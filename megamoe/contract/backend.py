@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, cast, runtime_che
 from pydantic import BaseModel, ConfigDict
 
 from megamoe.contract.case import Case, Temperature
-from megamoe.contract.program import AnyProgram, PreparedCall, Target
+from megamoe.contract.program import AnyProgram, HostProgram, PreparedCall, Program, PythonProgram, Target
 from megamoe.contract.trace import Trace
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 class UnsupportedError(Exception):
     """This backend or executor cannot do this case or target. The text says why; the status becomes `unsupported`."""
+
+
+class NoProgramError(TypeError):
+    """What build() of a backend returned is no program."""
 
 
 class DeviceError(Exception):
@@ -289,6 +293,17 @@ def load_backend(name: str) -> Backend:
             f"the backend {name!r} is of type {type(loaded).__name__}, without name, targets() and build()"
         )
     return loaded
+
+
+def as_program(built: object, backend: str) -> AnyProgram:
+    """What build() of `backend` returned. NoProgramError if it is none."""
+    if isinstance(built, Program | HostProgram | PythonProgram):
+        return built
+    what = "None" if built is None else f"a {type(built).__name__}"
+    raise NoProgramError(
+        f"build() of the backend {backend!r} returned {what}; it must return a megamoe.contract.Program, HostProgram "
+        "or PythonProgram, or raise megamoe.contract.UnsupportedError for a case that it cannot do"
+    )
 
 
 def load_executor(name: str) -> Executor:

@@ -14,6 +14,7 @@ from megamoe.contract import (
     RunOptions,
     Target,
     UnsupportedError,
+    as_program,
     device_of,
     load_backend,
     load_executor,
@@ -154,7 +155,7 @@ def build_program(row: Row, case: Case, backend: Backend, executor: Executor) ->
     reason = executor.unavailable(target)
     if reason:
         raise UnsupportedError(f"executor {row.executor} cannot run {target} here: {reason}")
-    return backend.build(case, target)
+    return as_program(backend.build(case, target), row.backend)
 
 
 def needed_work(case: Case) -> dict[str, int]:

@@ -16,12 +16,11 @@ from megamoe.contract import (
     AnyProgram,
     Borrowed,
     DeviceLostError,
-    HostProgram,
-    Program,
     PythonProgram,
     RunOptions,
     Target,
     TimedExecutor,
+    as_program,
     device_of,
     load_backend,
     load_executor,
@@ -82,18 +81,14 @@ def _said(reason: object) -> str | None:
 def build(request: Frame) -> Frame:
     """`backend`, `case`, `target` -> the program as data, or the number, `software`, `prepares` of a Python call."""
     backend = load_backend(request.told["backend"])
-    program: object = backend.build(case_of(request.told["case"]), request.told["target"])
+    built = backend.build(case_of(request.told["case"]), request.told["target"])
+    program = as_program(built, request.told["backend"])
     if isinstance(program, PythonProgram):
         _CALLS[len(_CALLS)] = program
         software = {str(name): str(version) for name, version in program.software.items()}
         prepares = [str(name) for name in program.prepares]
         return Frame({"number": len(_CALLS) - 1, "software": software, "prepares": prepares})
-    if isinstance(program, Program | HostProgram):
-        return encoded(program)
-    raise TypeError(
-        f"build() of the backend {request.told['backend']!r} gave a {type(program).__name__}; it must be a "
-        "megamoe.contract.Program, HostProgram or PythonProgram"
-    )
+    return encoded(program)
 
 
 def run(request: Frame) -> Frame:

@@ -33,6 +33,7 @@ from megamoe.contract import (
     ScalarArg,
     Target,
     UnsupportedError,
+    as_program,
     load_backend,
     load_executor,
 )
@@ -224,13 +225,14 @@ def _first_that_can(wanted: Wanted, case: Case, executor: Executor, targets: Seq
     refused: list[str] = []
     for target, name in product(targets, names):
         try:
-            program = load_backend(name).build(case, target)
+            program = as_program(load_backend(name).build(case, target), name)
             if isinstance(executor, LoadingExecutor):
                 return DeviceCall(wanted, program, executor)
             return MachineCall(wanted, program, executor)
         except UnsupportedError as reason:
             refused.append(f"{name}: {reason}")
-    raise UnsupportedError(f"no kernel does {case.id} on {' or '.join(targets)}: {'; '.join(refused)}")
+    reasons = "; ".join(dict.fromkeys(refused))
+    raise UnsupportedError(f"no kernel does {case.id} on {' or '.join(targets)}: {reasons}")
 
 
 def _as_read(tensor: torch.Tensor) -> torch.Tensor:

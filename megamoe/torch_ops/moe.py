@@ -9,6 +9,7 @@ weights have changed. On a CPU the virtual machine executes the kernels' PTX. do
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -18,6 +19,8 @@ from typing import Literal
 import torch
 
 from megamoe.codec.nvfp4 import (
+    E2M1_MAX,
+    E4M3_MAX,
     SF_VEC_SIZE,
     deinterleave,
     dequantise,
@@ -46,6 +49,8 @@ ROWS_PER_TILE = 128
 MAX_MACHINE_WORK = 1 << 26
 """Row tiles of experts times hidden times intermediate: three experts of 7168 x 3072. The machine does their tiles in
 turn."""
+CUT = 1.25
+"""How far above the largest number a call may go before it warns: a code's own rounding is off by a fifth."""
 INTERLEAVE = 8
 """Rows of gate, then of up, that w1 has in turns."""
 STACKS = ("w1_codes", "w1_sf", "w1_gs", "w2_codes", "w2_sf", "w2_gs", "a2_gs")
@@ -97,6 +102,7 @@ class MoeWeights:
         """From numbers: gate and up [e, intermediate, hidden], down [e, hidden, intermediate], in any floating dtype.
 
         `largest_activation` [e]: the largest magnitude between the two GEMMs, of calibration. `largest_input`: of x.
+        What is larger in a call is cut to these, and only a call on a CPU says so.
         """
         w1 = interleave(gate, up, INTERLEAVE)
         w1_gs, w2_gs = global_scale(w1, per=1), global_scale(down, per=1)
@@ -161,6 +167,18 @@ class MoeWeights:
         gate, up = deinterleave(both, self.interleave)
         return gate, up, dequantise(self.w2_codes[expert], w2_sf, self.w2_gs[expert])
 
+    def swiglu(self, x: torch.Tensor, expert: int, clamp: float | None = None) -> torch.Tensor:
+        """silu(gate) * up f32 [tokens, intermediate] of tokens x [tokens, hidden]: what is requantised, unweighted.
+
+        In float32, of the numbers that are held; x as it is. Its largest magnitude over a sample of tokens is what
+        `quantised` wants as largest_activation.
+        """
+        gate, up, _ = self.dequantised(expert)
+        gated, upped = x.float() @ gate.T, x.float() @ up.T
+        if clamp is not None:
+            gated, upped = gated.clamp(max=clamp), upped.clamp(-clamp, clamp)
+        return torch.nn.functional.silu(gated) * upped
+
 
 _LIBRARY = torch.library.Library("megamoe", "FRAGMENT")
 _LIBRARY.define(
@@ -186,8 +204,9 @@ def moe(
     every token with weight 1, and topk_ids do not name them. `clamp`: limits gate from above and up from both sides.
     `weight`: whether w multiplies rows of W2, or what is requantised. `activations`: x is quantised here to NVFP4, and
     so is what lies between the GEMMs; or both stay bf16. `backend`: as for megamoe.attention. The first call with a new
-    number of tokens builds and loads its kernels. A token that is not finite, and an id beyond the experts, are not
-    noticed: to look would be to wait.
+    number of tokens builds and loads its kernels. A token that is not finite is not noticed, nor on a device an id
+    beyond the experts, or a number that is cut to the largest ones of `weights`: to look would be to wait. On a CPU
+    such an id is a ValueError, and such a number a RuntimeWarning.
 
     ValueError for tensors or sizes that it does not do; UnsupportedError if no backend has the kernel here;
     RuntimeError if a tensor requires a gradient or has a tangent.
@@ -229,6 +248,8 @@ def _moe(
         return call((x,))[0]
     *stacks, x_gs = weights
     shared, bf16 = with_defaults(options, _DEFAULTS)[4:]
+    if not x.is_cuda:
+        _look_at(x, topk_ids, topk_weights, weights, options)
     if topk_ids.dtype != torch.int32:
         # The cast alone would make another expert of an id that 32 bits do not hold.
         topk_ids = topk_ids.clamp(-1, len(stacks[0])).to(torch.int32)
@@ -237,6 +258,51 @@ def _moe(
     if bf16:
         return call((x.contiguous(), *stacks[:-1], topk_ids, topk_weights))[0]
     return call((*_tokens(x.contiguous(), x_gs), *stacks, topk_ids, topk_weights))[0]
+
+
+def _look_at(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    options: tuple[object, ...],
+) -> None:
+    """On a CPU: ValueError for experts that are not there, RuntimeWarning for numbers that are cut."""
+    interleaved, clamp, before, _, shared, bf16 = with_defaults(options, _DEFAULTS)
+    held = MoeWeights(*weights, interleave=interleaved, shared=shared)
+    if int(topk_ids.max()) >= held.num_experts:
+        token = int((topk_ids >= held.num_experts).any(dim=1).nonzero()[0])
+        raise ValueError(
+            f"topk_ids of token {token} are {topk_ids[token].tolist()}; experts are 0 to {held.num_experts - 1}, and "
+            f"-1 is one of another rank"
+        )
+    if bf16:
+        return
+    largest_input = held.x_gs * (E2M1_MAX * E4M3_MAX)
+    largest = held.a2_gs * (E2M1_MAX * E4M3_MAX)
+    visited = x if shared else x[(topk_ids >= 0).any(dim=1)]
+    if len(largest_input) and len(visited):
+        _warn_of_cut("x", "largest_input", visited, float(largest_input))
+    for expert in range(held.num_experts + shared):
+        chosen = topk_ids == expert if expert < held.num_experts else torch.ones_like(topk_ids, dtype=torch.bool)
+        visits = chosen.any(dim=1)
+        if not visits.any():
+            continue
+        seen = held.swiglu(x[visits], expert, clamp)
+        if before and expert < held.num_experts:
+            seen = seen * torch.where(chosen, topk_weights, 0.0).sum(dim=1)[visits, None]
+        what = f"what lies between the GEMMs of expert {expert}"
+        _warn_of_cut(what, "largest_activation", seen, float(largest[expert]))
+
+
+def _warn_of_cut(what: str, name: str, numbers: torch.Tensor, most: float) -> None:
+    if (reached := float(numbers.abs().max())) > CUT * most:
+        warnings.warn(
+            f"{what} reaches {reached:.4g}, and {name} says {most:.4g}: what is larger is cut to that. Calibrate "
+            f"{name}, or choose it larger",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _with_shared(

@@ -108,7 +108,13 @@ def _call_of(given: tuple[Given | None, ...], max_q: int, max_k: int, lse: bool,
     if others:
         raise ValueError(f"{TENSORS} must be on one device")
     inputs = tuple(name for name, one in zip(_INPUTS, given, strict=True) if one is not None)
-    return fmha_call(sizes, inputs, device, lse, options)
+    try:
+        return fmha_call(sizes, inputs, device, lse, options)
+    except ValueError as error:
+        if "cu_seqlens_q" not in inputs:
+            raise
+        what = f"t is max_seqlen_q, {max_q}, and s_k max_seqlen_k, {max_k}; total_q are the tokens of q"
+        raise ValueError(f"{error} ({what})") from None
 
 
 def fmha_call(sizes: Sizes, inputs: tuple[str, ...], device: int, lse: bool, given: Sequence[object]) -> OpCall:
@@ -209,8 +215,8 @@ def _hold_lengths(tensors: Sequence[torch.Tensor | None], max_q: int, max_k: int
             lengths = [end - start for start, end in pairwise(ends)]
             if ends[0] != 0 or ends[-1] != total or min(lengths) < 0 or max(lengths) > most:
                 raise ValueError(
-                    f"cu_seqlens_{name} must go from 0 to {total}, the tokens of {name}, in steps of 0 to {most}; "
-                    f"it is {ends}"
+                    f"cu_seqlens_{name} must go from 0 to {total}, the tokens of {name}, in steps of 0 to {most}, "
+                    f"max_seqlen_{name}; it is {ends}"
                 )
     if used is not None and table is not None:
         for keys, pages in zip(used.tolist(), table.tolist(), strict=True):

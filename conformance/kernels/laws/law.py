@@ -25,6 +25,7 @@ from megamoe.contract import (
     RunOptions,
     Target,
     UnsupportedError,
+    as_program,
     load_backend,
     load_executor,
 )
@@ -84,7 +85,8 @@ class Bench:
         self.last = self.machine.row(case, _possible(executor, schedule or self.schedule))
         guarded = GuardedCase(spec_of(case.op), case, executor, inputs)
         try:
-            program = load_backend(self.machine.backend).build(case, self.machine.target)
+            built = load_backend(self.machine.backend).build(case, self.machine.target)
+            program = as_program(built, self.machine.backend)
             ran = guarded.run(program, RunOptions(schedule=self.last.schedule))
         except UnsupportedError:
             raise

@@ -33,6 +33,7 @@ from megamoe.contract import (
     Program,
     RunOptions,
     UnsupportedError,
+    as_program,
     load_backend,
     load_executor,
 )
@@ -274,9 +275,10 @@ def subjects(selection: Selection) -> list[Subject]:
 def program_of(backend: str, target: str, case: Case) -> Program | HostProgram | None:
     """The program of a backend for `case`; None where it has none, or one without PTX."""
     try:
-        program = load_backend(backend).build(case, "sm_90a" if target == "sm_90a" else "sm_100a")
+        built = load_backend(backend).build(case, "sm_90a" if target == "sm_90a" else "sm_100a")
     except UnsupportedError:
         return None
+    program = as_program(built, backend)
     return program if isinstance(program, (Program, HostProgram)) else None
 
 

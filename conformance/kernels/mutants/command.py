@@ -47,7 +47,7 @@ from conformance.kernels.mutants.table import (
     theirs,
 )
 from conformance.kernels.mutants.unmutated import Watch, watch
-from megamoe.contract import UnsupportedError
+from megamoe.contract import NoProgramError, UnsupportedError
 from megamoe.records.lines import RecordError
 from megamoe.records.shards import Nth
 from megamoe.spec.marked_yaml import SpecError
@@ -68,7 +68,7 @@ def perform(options: argparse.Namespace, given: Sequence[str]) -> int:
             print(f"{DROPS} is written")
             return 0
         return _campaign(options, given)
-    except (SelectionError, SpecError, UnsupportedError, RecordError, ValueError, OSError) as error:
+    except (SelectionError, SpecError, UnsupportedError, NoProgramError, RecordError, ValueError, OSError) as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -556,6 +556,13 @@ def test_a_shard_that_is_none_is_refused(shard: str, tmp_path: Path, capsys: pyt
     assert "shard" in (told := capsys.readouterr().err), told
 
 
+def test_a_backend_that_builds_nothing_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--backend", "conformance.fakes.adversaries:BUILDS_NOTHING", "--record", str(tmp_path / "mutants.jsonl")]
+    assert main([*own, "--case", "fmha:hd=64,t=1,s_k=1", "--target", "sm_90a"]) == 2
+    said = capsys.readouterr().err
+    assert "BUILDS_NOTHING' returned None; it must return a megamoe.contract.Program" in said, said
+
+
 def test_the_published_table_is_that_of_the_record_and_every_survivor_has_a_reason() -> None:
     known, record = reasons(), Record(RECORD)
     survivors = [one for one in record.results if not one.killed]

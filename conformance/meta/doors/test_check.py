@@ -136,6 +136,22 @@ def test_input_that_cannot_be_used_is_said(
     assert sentence in said
 
 
+@pytest.mark.parametrize("launch", [(), ("--entry", "fill")])
+def test_a_file_that_cannot_be_read_is_named_once(
+    launch: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.ptx"
+    broken.write_text(GOOD.replace("mov.u32 %r2, %tid.x;", "mov.u32 %r2 %tid.x;"), "utf-8")
+    status, said = _check(capsys, str(broken), *launch)
+    line = GOOD[: GOOD.index("mov.u32 %r2")].count("\n") + 1
+    assert status == 2
+    told = " ".join(said.split())
+    assert f"broken.ptx, line {line}, column" in told, f"the place is not said: {told}"
+    assert (told.count("broken.ptx"), "<ptx>" in told) == (1, False), f"the file is not named once: {told}"
+    status, said = _check(capsys, str(tmp_path / "none.ptx"), *launch)
+    assert (status, said.count("none.ptx")) == (2, 1), f"a file that is not there is not named once: {said}"
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [

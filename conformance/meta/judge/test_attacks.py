@@ -60,7 +60,7 @@ ATTACKS: dict[str, tuple[Status, str]] = {
     "IS_PRECOMPUTED": ("failed", "on other inputs, of a seed drawn after it was built"),
     "IS_RIGHT_TWICE": ("failed", "run again in the same process"),
     "HAS_TWO_FACES": ("failed", "tensor lse: "),
-    "BUILDS_NOTHING": ("error", "gave a NoneType; it must be a megamoe.contract.Program"),
+    "BUILDS_NOTHING": ("error", "returned None; it must return a megamoe.contract.Program"),
     "BUILDS_NONSENSE": ("error", "is ('no launch',); a Program has tuple[Launch, ...] there"),
     "BUILDS_BYTES": ("error", "ptx is of type bytes; it must be text"),
     "TAKES_MEMORY": ("error", "MemoryError"),

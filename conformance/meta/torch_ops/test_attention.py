@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 import megamoe
 from conformance.fakes.device_on_machine import device_on_machine
-from megamoe.contract import UnsupportedError
+from megamoe.contract import NoProgramError, UnsupportedError
 from megamoe.torch_ops import attention as module
 from megamoe.torch_ops import sequences
 from megamoe.torch_ops.calls import DeviceCall
@@ -213,7 +213,7 @@ def test_sequences_are_an_operator_as_torch_wants_it(monkeypatch: pytest.MonkeyP
         (16, {"block_table": None}, "either cu_seqlens_k, or seqused_k and block_table"),
         (0, {"cu_seqlens_q": torch.tensor([0, 2, 2, 5])}, "cu_seqlens_q must be int32"),
         (0, {"cu_seqlens_k": torch.tensor([0, 34], dtype=torch.int32)}, r"cu_seqlens_k must have the shape \[4\]"),
-        (0, {"max_seqlen_k": 19}, "must go from 0 to 34, the tokens of k, in steps of 0 to 19"),
+        (0, {"max_seqlen_k": 19}, "must go from 0 to 34, the tokens of k, in steps of 0 to 19, max_seqlen_k"),
         (0, {"max_seqlen_k": "24"}, "max_seqlen_k is '24'; it must be an integer"),
         (16, {"max_seqlen_k": 49}, r"block_table must be \[3, 4 or more\] for 49 keys"),
         (16, {"seqused_k": torch.tensor([20, 9, 33], dtype=torch.int32)}, "seqused_k must be from 0 to 24"),
@@ -222,7 +222,8 @@ def test_sequences_are_an_operator_as_torch_wants_it(monkeypatch: pytest.MonkeyP
             {"seqused_k": torch.tensor([20, 17, 5], dtype=torch.int32)},
             r"name pages from 0 to 5; it names \[2, -1\]",
         ),
-        (16, {"max_seqlen_q": 1}, "breaks the constraint"),
+        (16, {"max_seqlen_q": 1}, r"breaks the constraint .*t is max_seqlen_q, 1, "),
+        (0, {"max_seqlen_k": 65537}, r"outside of its limits.* s_k max_seqlen_k, 65537"),
     ],
 )
 def test_lengths_that_cannot_be_are_refused(page: int, changed: dict[str, object], sentence: str) -> None:
@@ -265,6 +266,11 @@ def _large() -> object:
         (lambda q, k, v: megamoe.attention(q.tolist(), k, v), ValueError, "it must be a tensor"),
         (lambda q, k, v: megamoe.attention(q, k.expand(1, 3, -1, -1), v.expand(1, 3, -1, -1)), ValueError, "heads"),
         (lambda q, k, v: megamoe.attention(q, k, v, backend="none"), UnsupportedError, "no backend named 'none'"),
+        (
+            lambda q, k, v: megamoe.attention(q, k, v, backend="conformance.fakes.adversaries:BUILDS_NOTHING"),
+            NoProgramError,
+            "BUILDS_NOTHING' returned None; it must return a megamoe.contract.Program",
+        ),
         (lambda q, k, v: megamoe.attention(q.requires_grad_(), k, v), RuntimeError, "has no backward"),
         (lambda q, k, v: _large(), ValueError, "which takes small sizes"),
         (
@@ -282,6 +288,12 @@ def _large() -> object:
 def test_what_it_does_not_do_is_said(call: Callable[..., object], error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         call(*qkv(3, 20))
+
+
+def test_a_reason_that_holds_of_every_target_is_said_once() -> None:
+    with pytest.raises(UnsupportedError) as told:
+        megamoe.attention(*qkv(3, 20), backend="nope")
+    assert str(told.value).count("there is no backend named 'nope'") == 1, f"it is said again: {told.value}"
 
 
 def test_a_fake_tensor_is_checked_too() -> None:

@@ -97,10 +97,10 @@ def test_it_is_an_operator_as_torch_wants_it(weights: megamoe.MoeWeights, monkey
     )
     x, ids, w = tokens(3)
     options = (8, None, False, None, 1, True)
-    torch.library.opcheck(torch.ops.megamoe.moe.default, (x, ids[:, :1], w[:, :1], weights.tensors(), *options))
+    torch.library.opcheck(torch.ops.megamoe.moe.default, (x, ids[:, :1] * 0, w[:, :1], weights.tensors(), *options))
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        return megamoe.moe(x * 2, weights, ids, w) + 1
+        return megamoe.moe(x * 0.5, weights, ids, w) + 1
 
     assert torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
 
@@ -155,8 +155,35 @@ def test_tokens_of_any_strides_and_ids_of_64_bits_are_read(weights: megamoe.MoeW
     far = torch.where(ids == -1, -(1 << 32), ids)
     assert torch.equal(megamoe.moe(strided[0], weights, *strided[1:]), wanted), "strides"
     assert torch.equal(megamoe.moe(x, weights, far, w), wanted), "-2**32 is another expert's number"
-    beyond = [megamoe.moe(x, weights, torch.where(ids == -1, one, ids), w) for one in (EXPERTS, 1 << 32, (1 << 32) + 1)]
-    assert all(torch.equal(one, beyond[0]) for one in beyond), "2**32 is the number of an expert"
+
+
+@pytest.mark.parametrize("beyond", [EXPERTS, 1 << 32, (1 << 32) + 1])
+def test_an_expert_that_is_not_there_is_an_error_on_a_cpu(weights: megamoe.MoeWeights, beyond: int) -> None:
+    x, ids, w = tokens(3)
+    ids[1, 0] = beyond
+    with pytest.raises(ValueError, match=rf"topk_ids of token 1 are \[{beyond}, .*; experts are 0 to {EXPERTS - 1}"):
+        megamoe.moe(x, weights, ids, w)
+    shared = replace(weights, shared=1)
+    with pytest.raises(ValueError, match=r"topk_ids of token 0 are .*; experts are 0 to 0"):
+        megamoe.moe(x, shared, torch.full_like(ids[:, :1], EXPERTS - 1), w[:, :1])
+
+
+def test_numbers_that_are_cut_are_told_on_a_cpu(numbers: Tensors, weights: megamoe.MoeWeights) -> None:
+    x, ids, w = tokens(3)
+    largest = torch.stack([weights.swiglu(x, one).abs().max() for one in range(EXPERTS)])
+    calibrated = megamoe.MoeWeights.quantised(**numbers, largest_activation=largest)
+    wanted = megamoe.moe(x, calibrated, ids, w)
+    guessed = megamoe.MoeWeights.quantised(**numbers, largest_activation=largest / torch.tensor([1.0, 50.0]))
+    with pytest.warns(RuntimeWarning, match="GEMMs of expert 1 reaches .*, and largest_activation says"):
+        cut = megamoe.moe(x, guessed, ids, w)
+    far = (cut.float() - wanted.float()).norm() / wanted.float().norm()
+    assert far > 0.1, f"a guess that is 50 times too small changes y by {far:.2%}, so there is nothing to warn of"
+    with pytest.warns(RuntimeWarning, match="GEMMs of expert 1 reaches"):
+        megamoe.moe(x, replace(guessed, shared=1), ids[:, :1] * 0, w[:, :1])
+    megamoe.moe(x, guessed, ids, w / 100, weight="before")
+    narrow = megamoe.MoeWeights.quantised(**numbers, largest_activation=largest, largest_input=0.1)
+    with pytest.warns(RuntimeWarning, match="x reaches .*, and largest_input says 0.1"):
+        megamoe.moe(x, narrow, ids, w)
 
 
 def test_no_tokens_have_an_empty_output(weights: megamoe.MoeWeights) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megamoe.contract import AnyProgram, RunOptions, UnsupportedError, load_backend, load_executor
+from megamoe.contract import AnyProgram, RunOptions, UnsupportedError, as_program, load_backend, load_executor
 from megamoe.ops import reference
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import checked_targets
@@ -74,7 +74,7 @@ def _specs() -> Mapping[str, Spec]:
 @lru_cache(maxsize=64)
 def _program(backend: str, target: str, case: Case) -> AnyProgram:
     (checked,) = checked_targets([target])
-    return load_backend(backend).build(case, checked)
+    return as_program(load_backend(backend).build(case, checked), backend)
 
 
 def _as_specified(spec: Spec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
