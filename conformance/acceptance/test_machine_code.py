@@ -38,8 +38,7 @@ class Lanes:
     """What a step asks of a warp, if it only computes: its registers and its active lanes."""
 
     def __init__(self, rows: RegisterRows) -> None:
-        self.registers = RegisterFile()
-        self.registers.begin(rows)
+        self.registers = RegisterFile(rows)
         self.set_mask(np.ones(LANES, np.bool_))
 
     def set_mask(self, mask: npt.NDArray[np.bool_]) -> None:

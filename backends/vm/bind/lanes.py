@@ -23,6 +23,7 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.definedness import PURE
 from backends.vm.bind.flow import Bound
 from backends.vm.bind.forms import Bind, find
+from backends.vm.counting import address_of
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.machine.code import (
     DTYPE_OF_VIEW,
@@ -404,7 +405,7 @@ class _Run:
             words += [function, *guard, 2 * len(item.places)]
             words += [word for key in item.places for word in place_of(key)]
         self._program = np.array(words, np.int64)
-        base: int = self._program.ctypes.data
+        base: int = address_of(self._program)
         self._addresses = [base + self._program.itemsize * place for place in places]
         self._begin, self._steps, self._before = begin, steps, items[0][0].before
         meets = [0, *accumulate(item.form.bind in _WRITTEN for item, _ in items)]

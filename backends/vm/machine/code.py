@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import address_of
 from backends.vm.ptx.ast import Function, Instruction, Variable
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ class RegisterRows:
     addresses: dict[tuple[str, int, int], Key] = field(default_factory=dict[tuple[str, int, int], Key])
     used: set[Key] = field(default_factory=set[Key])
     _literals: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    _written: dict[int, Row] = field(default_factory=dict[int, "Row"])
+    _blank: Blank | None = None
 
     @classmethod
     def of(cls, types: Mapping[str, str], symbols: Mapping[str, str]) -> RegisterRows:
@@ -284,16 +285,12 @@ class RegisterRows:
             known = self._literals[width, bits] = -len(pool)
         return known
 
-    def literals(self, width: int) -> Row:
-        """The literals of `width` bits, the last one first, as rows of one lane that all lanes share."""
-        found = self.constants[width]
-        known = self._written.get(width)
-        if known is None or len(known) != len(found):
-            wide = [[[bits & (2**64 - 1), bits >> 64]] for bits in reversed(found)]
-            known = np.array(wide, np.uint64) if width == 128 else np.array(found[::-1], STORAGE[width])[:, None]
-            known.setflags(write=False)
-            self._written[width] = known
-        return known
+    def blank(self) -> Blank:
+        """The registers of a warp before it begins."""
+        sizes = (*self.counts.items(), *((width, len(found)) for width, found in self.constants.items()))
+        if self._blank is None or self._blank.sizes != sizes:
+            self._blank = Blank(sizes, self.counts, self.constants)
+        return self._blank
 
     def special(self, name: str) -> Key:
         """The row into which a warp writes special register `name` when it starts."""
@@ -323,48 +320,66 @@ class Shown(dict[int, Row]):
         return made
 
 
+_LINE: Final = 64
+"""The rows of each width begin at a multiple of so many bytes."""
+
+
+class Blank:
+    """The bytes of a file whose registers are all zero, of which `counts` says how many there are of each width, and
+    its literals. `begins`: by width, the first byte and the number of rows. `sizes`: what decides `begins`."""
+
+    def __init__(
+        self, sizes: Sequence[tuple[int, int]], counts: Mapping[int, int], literals: Mapping[int, Sequence[int]]
+    ) -> None:
+        self.sizes = sizes
+        self.begins: dict[int, tuple[int, int]] = {}
+        end = 0
+        for width in STORAGE:
+            rows = counts.get(width, 0) + len(literals.get(width, ()))
+            self.begins[width] = end, rows
+            end += -(-rows * BYTES_OF_ROW[width] // _LINE) * _LINE
+        self.content = np.zeros(end, np.uint8)
+        for width, storage in self.shown_in(self.content).items():
+            if found := literals.get(width):
+                wide = [[[bits & (2**64 - 1), bits >> 64]] for bits in reversed(found)]
+                one_lane = np.array(wide, np.uint64) if width == 128 else np.array(found[::-1], STORAGE[width])[:, None]
+                storage[-len(found) :] = one_lane
+
+    def shown_in(self, content: npt.NDArray[np.uint8]) -> dict[int, Row]:
+        """The rows of each width in the bytes of a file: [rows, 32], for 128 bits [rows, 32, 2]."""
+        found: dict[int, Row] = {}
+        for width, (begin, rows) in self.begins.items():
+            part = content[begin : begin + rows * BYTES_OF_ROW[width]].view(STORAGE[width])
+            found[width] = part.reshape((rows, LANES, 2) if width == 128 else (rows, LANES))
+        return found
+
+
 class RegisterFile:
     """The registers of one warp: rows of each width, [registers and literals, 32], for 128 bits [.., 32, 2].
 
     Registers start as zero; bind/definedness.py finds those that may be read unwritten. Literals lie from the last row
-    backwards, so that literal number i is row -(i+1). There may be more rows in between than the function has.
+    backwards, so that literal number i is row -(i+1).
     `bounds`, int64 [11]: where the rows of each width begin, then where they end, and where `scratch` is. `scratch`,
     uint32 [4, 32]: where machine code puts words that an instruction then takes to its registers.
     """
 
-    def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
-        self._storage: dict[int, Row] = {}
-        self._literals: dict[int, tuple[RegisterRows, int]] = {}
+    def __init__(self, rows: RegisterRows) -> None:
+        self.rows, self.blank = rows, rows.blank()
+        self._counts = rows.counts
+        self._content = self.blank.content.copy()
+        self._storage = self.blank.shown_in(self._content)
         self._views: dict[str, Shown] = {}
         self.bounds = np.zeros(2 * len(STORAGE) + 1, np.int64)
+        for index, storage in enumerate(self._storage.values()):
+            begins = address_of(storage)
+            self.bounds[index], self.bounds[index + len(STORAGE)] = begins, begins + storage.nbytes
         self.scratch = np.zeros((SCRATCH_ROWS, LANES), np.uint32)
-        self.bounds[-1] = self.scratch.ctypes.data
-        self.bounds_address = self.bounds.ctypes.data
+        self.bounds[-1] = address_of(self.scratch)
+        self.bounds_address = address_of(self.bounds)
 
-    def begin(self, rows: RegisterRows) -> None:
-        """Be the registers of a function with `rows`, every register zero."""
-        self._counts = rows.counts
-        for index, (width, dtype) in enumerate(STORAGE.items()):
-            literals, count = rows.constants.get(width, []), rows.counts.get(width, 0)
-            storage = self._storage.get(width)
-            if storage is None or len(storage) < count + len(literals):
-                total = 1 << (count + len(literals)).bit_length()
-                storage = self._storage[width] = np.zeros((total, LANES, 2) if width == 128 else (total, LANES), dtype)
-                begins = storage.ctypes.data
-                self.bounds[index], self.bounds[index + len(STORAGE)] = begins, begins + storage.nbytes
-                for name in VIEWS_OF_WIDTH[width]:
-                    self._views.pop(name, None)
-                self._literals.pop(width, None)
-            else:
-                storage[:count] = 0
-            # Nothing writes literals: they lie there still if the warp before ran the same function.
-            held = self._literals.get(width)
-            if held is not None and held[0] is rows and held[1] == len(literals):
-                continue
-            self._literals[width] = rows, len(literals)
-            if literals:
-                storage[-len(literals) :] = rows.literals(width)
+    def begin(self, as_: RegisterFile | None = None) -> None:
+        """Every register is zero, or holds what it does in `as_`, the registers of another warp of the function."""
+        self._content[:] = self.blank.content if as_ is None else as_._content
 
     def write(self, width: int, rows: RowIndex, content: Row) -> None:
         """Write [rows, 32] or [rows, 1] to registers of `width` bits."""
@@ -397,18 +412,27 @@ class RegisterFile:
 
 
 # To make a file, with an array for each row, takes longer than many a warp runs.
-_SPARE: list[RegisterFile] = []
+_SPARE: dict[int, list[RegisterFile]] = {}
 _MAX_SPARE = 64
+_MAX_FUNCTIONS = 16
 
 
-def take_registers(rows: RegisterRows) -> RegisterFile:
-    """The registers of a warp that begins: those of one that has ended, if there is one."""
-    file = _SPARE.pop() if _SPARE else RegisterFile()
-    file.begin(rows)
-    return file
+def take_registers(rows: RegisterRows, warps: int) -> list[RegisterFile]:
+    """The registers of `warps` that begin a function with `rows`: those of warps that have ended, if there are some.
+
+    What is in them, `begin` says.
+    """
+    spare, blank = _SPARE.get(id(rows), []), rows.blank()
+    taken = [spare.pop() for _ in range(min(warps, len(spare)))]
+    return [file if file.blank is blank else RegisterFile(rows) for file in taken] + [
+        RegisterFile(rows) for _ in range(warps - len(taken))
+    ]
 
 
 def give_registers_back(file: RegisterFile) -> None:
     """Take back the registers of a warp that has ended."""
-    if len(_SPARE) < _MAX_SPARE:
-        _SPARE.append(file)
+    spare = _SPARE.setdefault(id(file.rows), [])
+    if len(spare) < _MAX_SPARE:
+        spare.append(file)
+    if len(_SPARE) > _MAX_FUNCTIONS:
+        del _SPARE[next(iter(_SPARE))]

@@ -74,13 +74,18 @@ class Cta:
         self._accumulators: dict[tuple[int, ...], int] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.visits: dict[int, Visit] = {}
+        files = take_registers(code.rows, agents.warps_per_cta)
         self.warps = [
-            Warp(code, self, index, min(LANES, shape.threads - LANES * index), take_registers(code.rows))
-            for index in range(agents.warps_per_cta)
+            Warp(code, self, index, min(LANES, shape.threads - LANES * index), file) for index, file in enumerate(files)
         ]
-        common = self._common_registers(self.warps[0])
+        first, *others = files
+        first.begin()
+        for width, rows, content in self._common_registers(self.warps[0]):
+            first.write(width, rows, content)
+        for file in others:
+            file.begin(first)
         for warp in self.warps:
-            warp.fill_symbols(common)
+            warp.fill_own()
 
     @cached_property
     def tmem(self) -> TensorMemory:
@@ -260,6 +265,8 @@ class Cta:
     def check_exit(self) -> None:
         """Report what a CTA that ends has not waited for, or not given back."""
         for warp in self.warps:
+            if warp.used_copies is None:
+                continue
             kinds = (("cp.async.bulk", warp.copies.bulk, "exit-with-pending-store"),
                      ("cp.async", warp.copies.plain, "exit-with-pending-operation"))  # fmt: skip
             for kind, places, rule in kinds:

@@ -160,16 +160,20 @@ class Machine:
         self.races.begin_launch(function.name, dependent=asked.dependent)
         self._function = function if self.observer is None else self.observer.function(function)
         self.running = run = Run(self, self._function, shape)
-        with (
-            self._grid_barrier(run) if asked.cooperative else nullcontext(),
-            np.errstate(all="ignore"),
-            nullcontext() if self.observer is None else self.observer.launch(run),
-            collecting(run.met if self.findings is None else run.found),
-        ):
-            run.to_the_end()
-            self.note_last(function)
-            if self.looks_after_each:
-                self.check_outcome()
+        try:
+            with (
+                self._grid_barrier(run) if asked.cooperative else nullcontext(),
+                np.errstate(all="ignore"),
+                nullcontext() if self.observer is None else self.observer.launch(run),
+                collecting(run.met if self.findings is None else run.found),
+            ):
+                run.to_the_end()
+                self.note_last(function)
+                if self.looks_after_each:
+                    self.check_outcome()
+        finally:
+            # As Cluster.part: a launch that has ended keeps no machine.
+            self.running = None
 
     def note_last(self, function: BoundFunction) -> None:
         """The last launch stands last, also of a function that was launched before."""
@@ -429,8 +433,10 @@ class Run:
                 if tmem is not None and tmem.unwaited_overwrites:
                     counters["tmem_unwaited_overwrites"] += tmem.unwaited_overwrites
             self.resident.remove(cluster)
-            for warp in cluster.warps:
-                give_registers_back(warp.registers)
+            for cta in cluster.ctas:
+                cta.smem.give_readings_back()
+                for warp in cta.warps:
+                    give_registers_back(warp.registers)
             self.warps = [warp for warp in self.warps if warp.cta.cluster is not cluster]
             if self.machine.observer is None:
                 cluster.part()

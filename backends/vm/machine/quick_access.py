@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import address_of
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, SCRATCH_PLACES, Key, place_of
 from backends.vm.memory.access_code import NO, NO_ROOM, OnDemand
@@ -40,7 +41,7 @@ def _codes(*kind: Any) -> tuple[OnDemand[Perform], OnDemand[Perform]]:
 def _first_lanes(count: int) -> tuple[npt.NDArray[np.bool_], int]:
     """A mask, and where it lies."""
     mask = np.arange(LANES) < count
-    return mask, mask.ctypes.data
+    return mask, address_of(mask)
 
 
 class QuickAccess:
@@ -73,7 +74,7 @@ class QuickAccess:
         self._shared, self._global = _codes(stores, width // 8, element, signed, sizes)
         places = SCRATCH_PLACES if rows else [(0, 0) if key is None else place_of(key) for key in registers]
         self._program = program(place_of((width, self._row)), self._offset, line, places)
-        self._program_address: int = self._program.ctypes.data
+        self._program_address: int = address_of(self._program)
 
     def perform(self, warp: Warp) -> int:
         """What the machine code answers. After NO nothing has been done."""

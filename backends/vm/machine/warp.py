@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from operator import length_hint
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
+from backends.vm.counting import address_of, count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import special
 from backends.vm.machine.code import (
@@ -33,8 +33,6 @@ from backends.vm.machine.code import (
     Code,
     QuickRun,
     RegisterFile,
-    Row,
-    RowIndex,
     Shown,
     Step,
     Wait,
@@ -62,7 +60,17 @@ TURN = 32
 LAST_BLOCKS = 256
 """How long the other lanes of a warp that met a rule run on, for an assertion that has failed in them."""
 _EVERY_LANE: Final = np.ones(LANES, np.bool_)
-_EVERY_LANE_ADDRESS: Final = _EVERY_LANE.ctypes.data
+_EVERY_LANE_ADDRESS: Final = address_of(_EVERY_LANE)
+
+
+@lru_cache(maxsize=LANES)
+def _first_lanes(count: int) -> Mask:
+    """The lanes of a warp of so many. Nobody changes a mask in place."""
+    lanes = np.arange(LANES) < count
+    lanes.setflags(write=False)
+    return lanes
+
+
 _STOP = re.compile(r"(@\S+\s+)?(trap\b|call\S*\s+__assertfail\b)")
 
 
@@ -158,6 +166,10 @@ def merged(strands: list[Strand]) -> list[Strand]:
     return found
 
 
+def _bits(lanes: Mask) -> int:
+    return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
+
+
 class Warp:
     """32 lanes of a CTA running one function.
 
@@ -194,26 +206,20 @@ class Warp:
         self.agent = agent = self.agents.warp(cta.place.cta_rank, index)
         self.clock = Clock.zero(self.agents.count)
         self.clock.seen[agent] = 1
-        self.seen_address: int = self.clock.seen.ctypes.data
+        self.seen_address: int = address_of(self.clock.seen)
         self.stamp = stamp(agent, 1)
         self.registers = file
         self.executed = array("q", bytes(8 * len(code.blocks)))
-        self.alive = np.arange(LANES) < lanes
+        self.alive = _first_lanes(lanes)
         self.undefined = UndefinedRegisters.at_start(code, lanes)
-        self.strands = [Strand(0, self.alive.copy())]
+        self.strands = [Strand(0, self.alive)]
         self.block = 0
         self._steps: Iterator[Step] | None = None
         self.where: Mask | bool = True
         self.set_mask(self.alive)
-        self.cluster_arrived = np.zeros(LANES, np.bool_)
-        self.cluster_phase = np.zeros(LANES, np.int64)
-        self.cluster_owed = np.zeros(LANES, np.bool_)
         self.noticed: dict[int, Carried] = {}
-        self.met = np.zeros(self.agents.count, np.int64)
         self.tmem_stores: list[Index] = []
         self.tmem_loads: dict[int, dict[tuple[int, int], list[Index]]] = {}
-        self.copies = CopyGroups()
-        self.turns = LaneTurns()
         self.meetings = 1
         self.stored_at = self.stored_globally_at = 0
         self.acquires = LaneAcquires()
@@ -221,8 +227,43 @@ class Warp:
 
     @cached_property
     def local(self) -> LocalMemory:
-        """Local memory, made on first use, as the clocks below are: most warps never use them."""
+        """Local memory, made on first use, as what follows is: most warps never use it."""
         return LocalMemory.of(self.cta.local_size)
+
+    @cached_property
+    def cluster_arrived(self) -> Mask:
+        """The lanes that have arrived at the barrier of the cluster in its current phase."""
+        return np.zeros(LANES, np.bool_)
+
+    @cached_property
+    def cluster_owed(self) -> Mask:
+        """The lanes that have arrived at the barrier of the cluster and not waited since."""
+        return np.zeros(LANES, np.bool_)
+
+    @cached_property
+    def cluster_phase(self) -> npt.NDArray[np.int64]:
+        """By lane, the phase of the barrier of the cluster that its last arrival ends."""
+        return np.zeros(LANES, np.int64)
+
+    @cached_property
+    def met(self) -> npt.NDArray[np.int64]:
+        """See above."""
+        return np.zeros(self.agents.count, np.int64)
+
+    @cached_property
+    def copies(self) -> CopyGroups:
+        """The groups of asynchronous copies of its lanes."""
+        return CopyGroups()
+
+    @property
+    def used_copies(self) -> CopyGroups | None:
+        """`copies` if there has been one."""
+        return self.__dict__.get("copies")
+
+    @cached_property
+    def turns(self) -> LaneTurns:
+        """Whose turn it is among its lanes."""
+        return LaneTurns()
 
     @cached_property
     def released(self) -> Clock:
@@ -242,10 +283,9 @@ class Warp:
         setattr(self, name, rows)
         return rows
 
-    def fill_symbols(self, common: Iterable[tuple[int, RowIndex, Row]]) -> None:
-        """Write special registers, and `common`: width, rows and content. Called once, when the CTA is complete."""
-        for width, rows, content in common:
-            self.registers.write(width, rows, content)
+    def fill_own(self) -> None:
+        """Write the special registers of which the warps of a CTA have unlike values. Called once, when the CTA is
+        complete."""
         for name, (_, row) in self.code.rows.specials.items():
             if special.differs(name):
                 self.u32[row][:] = special.value(name, self)
@@ -261,7 +301,7 @@ class Warp:
     def mask_address(self) -> int:
         """Where machine code finds the active lanes, a byte each. Asked of an array once: that takes long."""
         if not self._mask_address:
-            self._mask_address = self.mask.ctypes.data
+            self._mask_address = address_of(self.mask)
         return self._mask_address
 
     @property
@@ -291,8 +331,8 @@ class Warp:
         self.stamp = stamp(self.agent, epoch)
 
     def active_bits(self) -> int:
-        """The active lanes as bits; EVERY if all living ones are."""
-        return EVERY if self.full else int.from_bytes(np.packbits(self.mask, bitorder="little").tobytes(), "little")
+        """The active lanes as bits; EVERY if all living ones are: `LaneReleases.ended` knows the others."""
+        return EVERY if self.full else _bits(self.mask)
 
     def known(self) -> Snapshot:
         """What is ordered before the next action, by cluster."""
@@ -353,11 +393,21 @@ class Warp:
 
     def _end(self, lanes: Mask) -> None:
         self.alive = self.alive & ~lanes
+        if count_nonzero(self.alive):
+            self._note_end(_bits(lanes))
         if self.undefined:
             self.undefined.forget_dead(self.alive)
         self.cta.machine.engine.events += 1
         self.cta.cluster.complete_phase()
         self.cta.threads_ended()
+
+    def _note_end(self, lanes: int) -> None:
+        """Some lanes end and others go on: what these release does not cover what those have stored."""
+        epoch = int(self.clock.seen[self.agent])
+        if self.stored_at == self.meetings:
+            self.agents.releases.end(self.agent, epoch, self.meetings, lanes)
+        if self.stored_globally_at == self.meetings:
+            self.agents.global_releases.end(self.agent, epoch, self.meetings, lanes)
 
     def _place(self, block: int, mask: Mask) -> None:
         if block >= len(self.code.blocks):

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
+from backends.vm.counting import address_of
 from backends.vm.memory.clocks import EPOCH_BITS, EPOCH_MASK
 from backends.vm.memory.definedness import DEFINED
 from backends.vm.numerics.compiled import ENTRY, linked
@@ -42,9 +43,9 @@ class MemoryWords:
 
     def __init__(self, *fields: int | npt.NDArray[Any] | None) -> None:
         self.fields = fields
-        words = [one.ctypes.data if isinstance(one, np.ndarray) else one or 0 for one in fields]
+        words = [address_of(one) if isinstance(one, np.ndarray) else one or 0 for one in fields]
         self._words = np.array(words, np.int64)
-        self.address: int = self._words.ctypes.data
+        self.address: int = address_of(self._words)
 
 
 def number(value: int) -> ir.Constant:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
+from backends.vm.counting import address_of, count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, report
 from backends.vm.memory import compiled_granules
 from backends.vm.memory.access_code import NO, NO_ROOM, MemoryWords
@@ -44,6 +44,11 @@ RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 MAX_DYNAMIC = 232448
 """Bytes of dynamic shared memory that a block may have on sm_90 and sm_100 (facts.md 0.1)."""
+
+
+# To make arrays for readings takes long; most of them stay all but empty.
+_SPARE_READINGS: dict[int, list[npt.NDArray[np.int32]]] = {}
+_MAX_SIZES, _MAX_SPARE = 8, 32
 
 
 class SharedMemory:
@@ -235,15 +240,14 @@ class SharedMemory:
                 self._race(granules, late, self.writer, action)
 
     def _check_released(self, granules: Granules, clock: Clock, action: str) -> None:
-        """Report what lanes of other warps wrote that only arrivals of their neighbours order before."""
+        """Report what lanes wrote that only releases of their neighbours order before."""
         loose = self.lanes.loose(granules, self.writer[granules], clock.seen, self.agents.releases)
         for at, granule, line in list(_one_a_line(granules, loose, self.writer_line)):
-            by_lane, warp = int(self.lanes.lane[granule]), self.agents.name(agent_of(int(self.writer[granule])))
-            who = f"lane {by_lane} of {warp}" if by_lane >= 0 else warp
-            report(Fault("lanes-unordered", f"this granule is {action} after {who} wrote it at PTX line {line}; what "
-                         "orders that is a release by other lanes of that warp, which the lane has not met in between: "
-                         "bar.warp.sync is missing ahead of the release", lane=at, address=4 * granule,
-                         other=OtherAccess(who, "wrote", line)))  # fmt: skip
+            by_lane, agent = int(self.lanes.lane[granule]), agent_of(int(self.writer[granule]))
+            who = f"lane {by_lane} of {self.agents.name(agent)}" if by_lane >= 0 else self.agents.name(agent)
+            why = self.agents.releases.missing_meeting(agent, by_lane, int(self.lanes.met[granule]))
+            report(Fault("lanes-unordered", f"this granule is {action} after {who} wrote it at PTX line {line}; {why}",
+                         lane=at, address=4 * granule, other=OtherAccess(who, "wrote", line)))  # fmt: skip
 
     def _check_overwritten(self, granules: Granules, clock: Clock, before: Bytes, after: Bytes) -> None:
         """As _check_writers, but for threads that write the value that another one wrote, in whole granules.
@@ -294,11 +298,25 @@ class SharedMemory:
         """Where readings of an agent that was not the last reader are kept, made on first use; machine code finds it
         too."""
         if agent not in self.readers:
-            known, kept = len(self.readers), np.zeros((2, self.reader.size), np.int32)
+            known, spare = len(self.readers), _SPARE_READINGS.get(self.reader.size)
+            kept = spare.pop() if spare else np.zeros((2, self.reader.size), np.int32)
             self.readers[agent] = kept
-            self._reader_words[1 + 2 * known : 3 + 2 * known] = agent, kept.ctypes.data
+            self._reader_words[1 + 2 * known : 3 + 2 * known] = agent, address_of(kept)
             self._reader_words[0] = known + 1
         return self.readers[agent]
+
+    def give_readings_back(self) -> None:
+        """This memory has ended: others take the places of its readings, empty ones. Readings are kept of the granules
+        of `many_readers` alone."""
+        if not self.readers:
+            return
+        if len(_SPARE_READINGS) > _MAX_SIZES:
+            _SPARE_READINGS.clear()
+        held, spare = np.flatnonzero(self.many_readers), _SPARE_READINGS.setdefault(self.reader.size, [])
+        for kept in self.readers.values():
+            kept[:, held] = 0
+        spare.extend(list(self.readers.values())[: _MAX_SPARE - len(spare)])
+        self.readers = {}
 
     def _race(self, granules: Granules, late: npt.NDArray[np.bool_], stamps: Stamps, action: str) -> None:
         """Report that `late` granules are reached too early, once for each line that the other access has."""
@@ -355,9 +373,9 @@ class SharedMemory:
         perform = None if self.place is None else compiled_granules.wanted(deed)
         if self.place is None or perform is None or not granules.flags.c_contiguous:
             return NO
-        seen = 0 if clock is None else clock.seen.ctypes.data
-        fenced = 0 if clock is None or generic else clock.fenced.ctypes.data
-        arguments = (self.place.address, granules.ctypes.data, seen, fenced, granules.size, stamp, line,
+        seen = 0 if clock is None else address_of(clock.seen)
+        fenced = 0 if clock is None or generic else address_of(clock.fenced)
+        arguments = (self.place.address, address_of(granules), seen, fenced, granules.size, stamp, line,
                      self.agents.first_engine)  # fmt: skip
         while (answer := perform(*arguments)) <= NO_ROOM:
             self.keep_readings_of(NO_ROOM - answer)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
+from backends.vm.counting import address_of
 from backends.vm.numerics.traced import INDEX, Traced, holds_addresses
 
 Words = npt.NDArray[np.uint32]
@@ -136,7 +137,7 @@ def compiled(function: Callable[..., Any], operands: int = 1) -> Callable[..., W
             raise ValueError(f"operands of unlike shapes: {', '.join(str(one.shape) for one in a)}")
         sources = [np.ascontiguousarray(one, np.uint32) for one in a]
         result = np.empty(shape, np.uint32)
-        call(*[one.ctypes.data for one in sources], result.ctypes.data, result.size)
+        call(*[address_of(one) for one in sources], address_of(result), result.size)
         return result
 
     return run

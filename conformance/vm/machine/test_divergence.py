@@ -181,7 +181,7 @@ TYPES = {"p": "pred", "h": "b16", "r": "b32", "l": "b64", "q": "b128"}
 def test_a_file_that_comes_back_is_zero_and_keeps_its_literals() -> None:
     rows = RegisterRows.of(TYPES, {})
     literal = rows.literal(32, 0x1234_5678)
-    first = take_registers(rows)
+    (first,) = take_registers(rows, 1)
     for name, kind in TYPES.items():
         width, row = rows.rows[name]
         assert width == WIDTH_OF_TYPE[kind]
@@ -189,10 +189,16 @@ def test_a_file_that_comes_back_is_zero_and_keeps_its_literals() -> None:
     give_registers_back(first)
     other = RegisterRows.of({"a": "b128"}, {})
     other.literal(32, 1)
-    give_registers_back(take_registers(other))
-    again = take_registers(rows)
+    for file in take_registers(other, 2):
+        give_registers_back(file)
+    (again,) = take_registers(rows, 1)
+    again.begin()
     assert again is first, "a file of a warp that has ended serves the next"
     for name in TYPES:
         width, row = rows.rows[name]
         assert not np.any(again._storage[width][row]), f"%{name} still holds what the last warp wrote"
     assert np.all(again._storage[32][literal] == 0x1234_5678), "a literal must outlive the warp"
+    later = rows.literal(32, 7)
+    give_registers_back(again)
+    (wider,) = take_registers(rows, 1)
+    assert np.all(wider._storage[32][later] == 7), "a file of fewer literals must not serve"

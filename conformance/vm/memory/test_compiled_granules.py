@@ -83,7 +83,11 @@ def _outcome(seed: int) -> tuple[object, ...]:
               memory.contested, memory.many_readers)  # fmt: skip
     # There may be a place for the readings of an agent that has none.
     kept = {agent: found.tolist() for agent, found in memory.readers.items() if found.any()}
-    return answers, told, memory.unfenced_overwrites, kept, *(one.tolist() for one in arrays)
+    outcome = answers, told, memory.unfenced_overwrites, kept, *(one.tolist() for one in arrays)
+    places = [*memory.readers.values()]
+    memory.give_readings_back()
+    assert not any(place.any() for place in places), "readings of a memory that has ended would be found in the next"
+    return outcome
 
 
 def _both(seed: int) -> list[int]:
