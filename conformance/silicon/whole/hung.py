@@ -1,0 +1,82 @@
+"""Why random programs hang or end in an illegal instruction, by their SASS: `.. hung PTXAS NVDISASM [NUMBER ..]`.
+
+`python -m conformance.silicon.whole.hung ptxas nvdisasm` asks about all of drawn.npz that failed on the H200. Assembled
+with the level that they were drawn for, most of them show one of two faults of ptxas 13.0. None was drawn for -O0.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from conformance.silicon.whole.drawn import FUNCTIONS, HEAD, drawn
+from conformance.silicon.whole.merge import DRAWN, DrawnAnswers
+from conformance.silicon.whole.on_device import level_of
+
+UNIFORM_COUNTER: Final = "a uniform register counts the turns of a loop that lanes take at different times"
+BARRIER_TWICE: Final = "a bar.red is done again, in an arm that reads its result"
+_LABEL = re.compile(r"(\.L_x_\d+):")
+_BACK = re.compile(r"\bBRA `\((\.L_x_\d+)\)")
+_COUNTS = re.compile(r"UIADD3 (UR\d+), \1, -0x1")
+
+
+def counts_uniformly(sass: str) -> bool:
+    """Whether a loop has the turns of an atomic operation (ATOMS.CAST.SPIN, again where it failed) as its own.
+
+    Lanes leave those at different turns and do not meet before the counter of the outer loop, which is one register for
+    all of a warp: it is decremented once for each group of lanes, and passes zero.
+    """
+    lines = [line.strip() for line in sass.splitlines()]
+    labels = {one[1]: at for at, line in enumerate(lines) if (one := _LABEL.match(line))}
+    for at, line in enumerate(lines):
+        back = _BACK.search(line)
+        if back and labels.get(back[1], at) < at:
+            turn = "\n".join(lines[labels[back[1]] : at])
+            if ".SPIN" in turn and _COUNTS.search(turn):
+                return True
+    return False
+
+
+def barriers_twice(ptx: str, sass: str) -> bool:
+    """Whether there are more BAR.RED than bar.red: warps that skip the arm do not come to the second one."""
+    return sass.count("BAR.RED") > len(re.findall(r"\bbar\.red", ptx))
+
+
+def causes(ptx: str, sass: str) -> list[str]:
+    """All that are there; unrolled loops have more barriers than their text, too."""
+    found = [(counts_uniformly(sass), UNIFORM_COUNTER), (barriers_twice(ptx, sass), BARRIER_TWICE)]
+    return [cause for there, cause in found if there]
+
+
+def sass_of(number: int, ptxas: str, nvdisasm: str) -> str:
+    """CalledProcessError where a tool refuses."""
+    with TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / "drawn.ptx", Path(folder) / "drawn.cubin"
+        source.write_text(HEAD + FUNCTIONS + drawn(number).text, "utf-8")
+        subprocess.run([ptxas, level_of(number), "-arch=sm_90a", "-o", str(cubin), str(source)], check=True)
+        return subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+
+
+def main(arguments: Sequence[str]) -> int:
+    """See above."""
+    ptxas, nvdisasm, *numbers = arguments
+    asked = [int(one) for one in numbers] or sorted(DrawnAnswers.read(DRAWN).failed)
+    counted: Counter[tuple[str, str]] = Counter()
+    for number in asked:
+        found = causes(drawn(number).text, sass_of(number, ptxas, nvdisasm))
+        cause = found[0] if found else "no cause is known"
+        counted[level_of(number), cause] += 1
+        print(f"{number} ({level_of(number)}): {cause}", flush=True)
+    for (level, cause), count in sorted(counted.items()):
+        print(f"{count} under {level}: {cause}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
