@@ -16,6 +16,7 @@ from backends.vm.bind.flow import Carrying
 from backends.vm.bind.forms import Step
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.machine.code import WIDTH_OF_VIEW, Key, RegisterRows
+from backends.vm.machine.run_access import RunAccess
 from backends.vm.machine.special import SPECIAL_REGISTERS
 from backends.vm.machine.warp import Warp
 from backends.vm.ptx.ast import (
@@ -42,8 +43,8 @@ class OutsideRingError(UnknownInstructionError):
 class Binder:
     """One instruction as its family sees it: the `words` that its form chose, its operands, and rows for them.
 
-    `uses` and `defines` gather the registers that the family asks for; `reads`, `addresses` and `carrying` as in Bound.
-    `places` has every row that it asks for, literals included, in its order.
+    `uses` and `defines` gather the registers that the family asks for; `reads`, `addresses`, `carrying` and `in_run`
+    as in Bound. `places` has every row that it asks for, literals included, in its order.
     Rows of literals are negative. Literals lie
     after the registers of their width, last one first: a negative index finds them however many registers there are.
     """
@@ -56,6 +57,7 @@ class Binder:
     reads: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     addresses: list[Key] = field(default_factory=list[Key])
     carrying: Carrying | None = None
+    in_run: RunAccess | None = None
     places: list[Key] = field(default_factory=list[Key])
 
     @property

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from backends.vm.bind.forms import Form
 from backends.vm.machine.code import Key, Step
+from backends.vm.machine.run_access import RunAccess
 from backends.vm.machine.warpgroup import part_of
 from backends.vm.ptx.ast import Immediate, Instruction
 
@@ -51,6 +52,7 @@ class Bound:
     in the order in which the family has bound them. `addresses`: the registers among `uses` that hold an address.
     `places`: the rows of all operands, as the family has asked for them. `plain`: the step as the family has made it;
     None if it computes in the ring. `before`: what data-flow has put before it in `step`, in order.
+    `in_run`: the access to memory that it is, as a run of machine code has it.
     """
 
     instruction: Instruction
@@ -65,6 +67,7 @@ class Bound:
     places: tuple[Key, ...] = ()
     plain: Step | None = None
     before: tuple[Callable[[Warp], None], ...] = ()
+    in_run: RunAccess | None = None
 
     def begin_with(self, first: Callable[[Warp], None]) -> None:
         """Do `first` before all that `step` does."""

@@ -196,7 +196,7 @@ def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Ve
         raise binder.error(refusal)
     return Bound(instruction, form, step, tuple(binder.uses), tuple(binder.defines), guard, tuple(binder.reads),
                  frozenset(binder.addresses), binder.carrying, tuple(binder.places),
-                 None if ring else step)  # fmt: skip
+                 None if ring else step, in_run=binder.in_run)  # fmt: skip
 
 
 def _leaders(function: Function, bound: list[Bound]) -> list[int]:

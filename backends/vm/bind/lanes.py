@@ -1,10 +1,11 @@
-"""Runs of instructions that only compute, as machine code: one call a run, where NumPy takes one or more for each.
+"""Runs of instructions that compute, load and store, as machine code: one call a run, where NumPy takes some for each.
 
 The machine code of an instruction is made of the very step that its family has bound: the step runs once on symbolic
 registers (numerics.traced). It takes the rows of its operands, so one function serves every instruction of the kind,
 whatever its registers and literals, in all launches of the process. A step that cannot be traced, as it decides by
 values or asks for more of the warp than registers, stays as it is, unless its family writes its machine code (`writes`)
-for when nothing is out of the ordinary. One before which data-flow wants something done begins a run.
+for when nothing is out of the ordinary. Of loads and stores backends.vm.machine.run_access tells.
+One before which data-flow wants something done begins a run.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from backends.vm.machine.code import (
     LANES,
     STORAGE,
     WIDTH_OF_VIEW,
+    WORD,
     Key,
     QuickRun,
     RegisterRows,
@@ -393,7 +395,7 @@ class _Run:
     """A run from step `begin` of its block. `items`: its instructions with their functions; `steps`: what does the same
     one by one."""
 
-    __slots__ = ("_addresses", "_before", "_begin", "_meets", "_program", "_steps", "count", "touches")
+    __slots__ = ("_accesses", "_addresses", "_before", "_begin", "_meets", "_program", "_steps", "count", "touches")
 
     def __init__(self, begin: int, items: Sequence[tuple[Bound, int]], steps: Sequence[Step]) -> None:
         self.count = len(items)
@@ -402,14 +404,15 @@ class _Run:
         for item, function in items:
             guard = (0, 0, 0) if item.guard is None else (1 + item.guard[1], *place_of((1, item.guard[0])))
             places.append(len(words))
-            words += [function, *guard, 2 * len(item.places)]
-            words += [word for key in item.places for word in place_of(key)]
+            taken = item.in_run.words if item.in_run else [word for key in item.places for word in place_of(key)]
+            words += [function, *guard, len(taken), *taken]
         self._program = np.array(words, np.int64)
         base: int = address_of(self._program)
         self._addresses = [base + self._program.itemsize * place for place in places]
         self._begin, self._steps, self._before = begin, steps, items[0][0].before
         meets = [0, *accumulate(item.form.bind in _WRITTEN for item, _ in items)]
         self._meets = meets if meets[-1] else None
+        self._accesses = [item for item, _ in items] if any(item.in_run for item, _ in items) else None
 
     def step(self, warp: Warp) -> None:
         """All of it."""
@@ -422,17 +425,67 @@ class _Run:
                 before(warp)
         end = first + count
         while first < end:
+            if self._accesses is not None:
+                _tell(warp)
             done = first + _perform(self._addresses[first], end - first, warp)
+            answer = 0 if self._accesses is None else _note_stores(warp)
             if self._meets is not None:
                 warp.meetings += self._meets[done] - self._meets[first]
             first = done + 1
             if done < end:
                 warp.at_step(self._begin + done)
-                self._steps[done](warp)
+                if answer and self._accesses is not None:
+                    _look_at(warp, self._accesses[done], answer)
+                else:
+                    self._steps[done](warp)
 
 
 def _perform(program: int, number: int, warp: Warp) -> int:
     return _run()(program, number, warp.registers.bounds_address, warp.mask_address)
+
+
+_MARK, _MET, _UNEVEN, _ANSWER, _STORED, _STORED_GLOBALLY = (
+    WORD[name] for name in ("mark", "met", "uneven", "answer", "stored", "stored_globally")
+)
+
+
+def _tell(warp: Warp) -> None:
+    """Before accesses: what changes of what they have to know."""
+    told = warp.registers.told
+    told[_MARK], told[_MET] = warp.stamp, warp.meetings
+    told[_UNEVEN] = warp.acquires.at == warp.meetings
+
+
+def _note_stores(warp: Warp) -> int:
+    """After accesses: whoever waits for a store may go on. The answer that has to be looked at, 0 for none."""
+    told = warp.registers.told
+    if stored := told[_STORED]:
+        warp.cta.machine.engine.events += stored
+        warp.stored_at, told[_STORED] = warp.meetings, 0
+    if stored := told[_STORED_GLOBALLY]:
+        machine = warp.cta.machine
+        machine.engine.events += stored
+        machine.races.stored = True
+        warp.stored_globally_at, told[_STORED_GLOBALLY] = warp.meetings, 0
+    answer = told[_ANSWER]
+    if answer:
+        told[_ANSWER] = 0
+    return answer
+
+
+def _look_at(warp: Warp, item: Bound, answer: int) -> None:
+    """Do in the lanes of an access what its answer leaves to be done."""
+    assert item.in_run is not None, "only accesses answer"
+    if item.guard is None:
+        item.in_run.after(warp, answer)
+        return
+    row, negated = item.guard
+    saved = warp.mask
+    warp.set_mask(saved & ~warp.pred[row] if negated else saved & warp.pred[row])
+    try:
+        item.in_run.after(warp, answer)
+    finally:
+        warp.set_mask(saved)
 
 
 class RunFinder:
@@ -466,18 +519,25 @@ class RunFinder:
         return self._known, bool(left)
 
     def _code(self, item: Bound) -> _Code | None:
+        if item.in_run is not None and item.plain is not None:
+            guarded_before = item.before and item.guard
+            return None if guarded_before else _Code(made=True, address=item.in_run.function)
         wanted = item.form.counter in PURE or item.form.bind in _WRITTEN
         computes = wanted and item.plain is not None
         if item.before and (item.guard or item.form.bind in _WRITTEN):
             return None
         return _code_of(item.instruction, self._rows) if computes else None
 
+    def _met_since(self, run: Sequence[tuple[Bound, int]], index: int) -> bool:
+        """Whether instruction `index` is an access that would be told wrongly how often the warp has met."""
+        return self._items[index].in_run is not None and any(item.form.bind in _WRITTEN for item, _ in run)
+
     def _runs(self, codes: Sequence[_Code | None]) -> dict[int, QuickRun]:
         runs = dict[int, QuickRun]()
         run: list[tuple[Bound, int]] = []
         for index, code in enumerate([*codes, None]):
             made = code is not None and code.address is not None
-            if run and (not made or self._items[index].before):
+            if run and (not made or self._items[index].before or self._met_since(run, index)):
                 begin = index - len(run)
                 runs[begin] = _Run(begin, run, self._steps[begin:index])
                 run = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -14,8 +14,9 @@ from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import access
-from backends.vm.machine.code import LANES, WIDTH_OF_VIEW
+from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Key, place_of
 from backends.vm.machine.quick_access import SPACES, QuickAccess
+from backends.vm.machine.run_access import RunAccess, of_parameters
 from backends.vm.machine.undefined import BecameUndefined, undefined_words
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.access_code import NO
@@ -110,18 +111,23 @@ def ld(b: Binder) -> Step:
                 warp.undefined.fill(view, row, parts if words == 2 else parts[:, column], warp.mask, origin)
         raise BecameUndefined
 
+    def look_at(warp: Warp, answer: int) -> None:
+        """The access is done; some of the bytes that `answer` is about may be undefined."""
+        if quick is not None and answer & UNDEFINED:
+            addresses = address(warp)
+            missing = quick.missing(warp, addresses if warp.where is True else addresses[warp.mask])
+            assert missing is not None, "the machine code has seen undefined bytes"
+            leave_undefined(warp, missing)
+
     def step(warp: Warp) -> None:
         answer = NO if quick is None else quick.perform(warp)
-        if answer != NO and not answer & UNDEFINED:
+        if answer != NO:
+            look_at(warp, answer)
             return
         addresses = address(warp)
         whole = warp.where is True
         if not whole:
             addresses = addresses[warp.mask]
-        if quick is not None and answer != NO:
-            missing = quick.missing(warp, addresses)
-            assert missing is not None, "the machine code has seen undefined bytes"
-            leave_undefined(warp, missing)
         if strong:
             access.synchronise(warp, space, addresses, sem, scope, acquire=True, release=False)
         loaded, missing = access.take(warp, space, addresses, size, strong=strong)
@@ -153,8 +159,25 @@ def ld(b: Binder) -> Step:
             else:
                 np.copyto(getattr(warp, view)[row], value, where=warp.where)
 
-    named = isinstance(a, Address) and isinstance(a.base, Symbol)
-    return parameter if space == "param" and named and words == 1 else step
+    if quick is not None:
+        b.in_run = quick.in_run(look_at)
+    if space != "param" or words == 2 or not (isinstance(a, Address) and isinstance(a.base, Symbol)):
+        return step
+    b.in_run = _of_parameter(base, dtype.itemsize, size, rows_of)
+    return parameter
+
+
+def _of_parameter(base: Key, element: int, size: int, registers: Mapping[int, Key]) -> RunAccess | None:
+    """A load of `size` bytes from the parameter whose address `base` holds, as a run has it: elements of so many bytes
+    by number, each to a register of its size. None where one has to be extended."""
+    if element not in (4, 8) or not registers or any(width != 8 * element for width, _ in registers.values()):
+        return None
+    places = [word for column, key in registers.items() for word in (*place_of(key), column)]
+    return RunAccess(of_parameters(element, len(registers)), (*place_of(base), size, *places), _nothing_left)
+
+
+def _nothing_left(warp: Warp, answer: int) -> None:
+    """A parameter is loaded, or it is not."""
 
 
 @opcode("st" + _FORM, section="9.7.9.11", counter="memory", vocabulary=_HINTS)
@@ -205,6 +228,8 @@ def st(b: Binder) -> Step:
         return outcome
 
     b.carry(carry, *keys)
+    if quick is not None:
+        b.in_run = quick.in_run()
     return step
 
 

@@ -18,6 +18,7 @@ from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT, wavefronts
 
 if TYPE_CHECKING:
     from backends.vm.machine.cta import Cta
+    from backends.vm.machine.machine import Machine
     from backends.vm.machine.warp import Warp
 
 Bytes = npt.NDArray[np.uint8]
@@ -329,6 +330,12 @@ def count_banks(warp: Warp, offsets: Addresses, size: int) -> None:
     least, taken = wavefronts(offsets, size)
     counters["smem_wavefronts"] += taken
     counters["smem_bank_conflicts"] += taken - least
+
+
+def count_served(machine: Machine, groups: int) -> None:
+    """Count so many groups of lanes that the banks have served without a conflict."""
+    machine.counters["smem_wavefronts"] += groups
+    machine.counters["smem_bank_conflicts"] += 0
 
 
 def synchronise(

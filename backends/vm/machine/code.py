@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -242,6 +242,18 @@ def place_of(key: Key) -> tuple[int, int]:
     return _WIDTHS.index(width) + (len(_WIDTHS) if row < 0 else 0), row * BYTES_OF_ROW[width]
 
 
+WARP_WORDS: Final = (
+    "parameters", "parameter_bytes", "launch", "changes", "shared", "base", "seen", "agent", "cluster", "mark", "met",
+    "uneven", "answer", "served", "stored", "stored_globally",
+)  # fmt: skip
+"""What machine code that accesses memory has to know of its warp, and what it leaves there: where the parameters of the
+launch lie and how many bytes they have, the number of the launch, where access_code.CHANGES is, where shared memory is
+(0: it is not for machine code) and its base, the warp's clock, agent, the mark of its cluster, its own and how often it
+has met, and whether its lanes know unevenly. Then the last answer that Python has to look at, how many groups of lanes
+the banks have served, and stores to shared and to global memory."""
+WORD: Final = {name: 2 * len(_WIDTHS) + 1 + index for index, name in enumerate(WARP_WORDS)}
+
+
 @dataclass(slots=True)
 class RegisterRows:
     """Rows given to the registers, literals, special registers and symbol addresses of one function.
@@ -359,8 +371,9 @@ class RegisterFile:
 
     Registers start as zero; bind/definedness.py finds those that may be read unwritten. Literals lie from the last row
     backwards, so that literal number i is row -(i+1).
-    `bounds`, int64 [11]: where the rows of each width begin, then where they end, and where `scratch` is. `scratch`,
-    uint32 [4, 32]: where machine code puts words that an instruction then takes to its registers.
+    `bounds`, int64: where the rows of each width begin, then where they end, where `scratch` is, and WARP_WORDS.
+    `scratch`, uint32 [4, 32]: where machine code puts words that an instruction then takes to its registers. `told`:
+    the bounds, each to be set in half the time.
     """
 
     def __init__(self, rows: RegisterRows) -> None:
@@ -369,12 +382,13 @@ class RegisterFile:
         self._content = self.blank.content.copy()
         self._storage = self.blank.shown_in(self._content)
         self._views: dict[str, Shown] = {}
-        self.bounds = np.zeros(2 * len(STORAGE) + 1, np.int64)
+        self.bounds = np.zeros(2 * len(STORAGE) + 1 + len(WARP_WORDS), np.int64)
+        self.told = memoryview(cast("Any", self.bounds))
         for index, storage in enumerate(self._storage.values()):
             begins = address_of(storage)
             self.bounds[index], self.bounds[index + len(STORAGE)] = begins, begins + storage.nbytes
         self.scratch = np.zeros((SCRATCH_ROWS, LANES), np.uint32)
-        self.bounds[-1] = address_of(self.scratch)
+        self.bounds[2 * len(STORAGE)] = address_of(self.scratch)
         self.bounds_address = address_of(self.bounds)
 
     def begin(self, as_: RegisterFile | None = None) -> None:

@@ -61,6 +61,7 @@ class Cta:
 
     def __init__(self, run: Run, cluster: Cluster, place: Place) -> None:
         self.machine = run.machine
+        self.launch = run.number
         self.cluster = cluster
         self.place = place
         self.function = function = run.function

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -167,7 +168,10 @@ class Machine:
                 nullcontext() if self.observer is None else self.observer.launch(run),
                 collecting(run.met if self.findings is None else run.found),
             ):
-                run.to_the_end()
+                try:
+                    run.to_the_end()
+                finally:
+                    run.leave()
                 self.note_last(function)
                 if self.looks_after_each:
                     self.check_outcome()
@@ -319,14 +323,19 @@ def _param_block(function: BoundFunction, params: Sequence[bytes]) -> Bytes:
     return block
 
 
+_numbers = count(1)
+
+
 class Run:
     """One launch in progress: clusters not yet begun, those resident, and the warps that can move.
 
-    `together`: all clusters are resident from the beginning (a cooperative launch).
+    `number`: no other launch of this process has it. `together`: all clusters are resident from the beginning (a
+    cooperative launch).
     """
 
     def __init__(self, machine: Machine, function: BoundFunction, shape: LaunchShape) -> None:
         self.machine = machine
+        self.number = next(_numbers)
         self.engine = machine.engine
         self.function = function
         self.shape = shape
@@ -368,6 +377,11 @@ class Run:
             if state == stuck_at or not self.expire():
                 raise Fault("deadlock", _deadlock(self.warps), kernel=self.function.name, where="all warps wait")
             stuck_at = state
+
+    def leave(self) -> None:
+        """The run is over, at its end or not."""
+        for warp in self.warps:
+            warp.count_served()
 
     def line(self) -> int:
         """PTX line of the instruction that runs, 0 if none does."""
@@ -426,6 +440,8 @@ class Run:
             self._check_nothing_pending(cluster)
             for cta in cluster.ctas:
                 self._count(cta.warps)
+                for warp in cta.warps:
+                    warp.count_served()
                 tmem, counters = cta.used_tmem, self.machine.counters
                 counters["tmem_columns"] = max(counters["tmem_columns"], tmem.peak_columns if tmem is not None else 0)
                 if cta.smem.unfenced_overwrites:

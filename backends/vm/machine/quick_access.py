@@ -14,7 +14,8 @@ import numpy.typing as npt
 from backends.vm.counting import address_of
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, SCRATCH_PLACES, Key, place_of
-from backends.vm.memory.access_code import NO, NO_ROOM, OnDemand
+from backends.vm.machine.run_access import SITE, RunAccess, of_global, of_shared
+from backends.vm.memory.access_code import CHANGES, NO, NO_ROOM, MemoryWords, OnDemand, code_of
 from backends.vm.memory.compiled_access import CONFLICT, SERVED_SHIFT, Kind, Perform, performer, program
 from backends.vm.memory.definedness import Missing
 from backends.vm.memory.global_memory import SHARED_WINDOW, WINDOW_SHIFT
@@ -73,8 +74,25 @@ class QuickAccess:
         sizes = tuple(0 if key is None else key[0] // 8 for key in registers)
         self._shared, self._global = _codes(stores, width // 8, element, signed, sizes)
         places = SCRATCH_PLACES if rows else [(0, 0) if key is None else place_of(key) for key in registers]
-        self._program = program(place_of((width, self._row)), self._offset, line, places)
-        self._program_address: int = address_of(self._program)
+        words = program(place_of((width, self._row)), self._offset, line, places)
+        self._site = np.concatenate([np.zeros(SITE["program"], np.int64), words])
+        self._site[SITE["stores"]] = stores
+        self._held: MemoryWords | None = None
+        self._program_address: int = address_of(self._site[SITE["program"] :])
+
+    def in_run(self, look_at: Callable[[Warp, int], object] | None = None) -> RunAccess | None:
+        """The access as a run of machine code has it; None if it has to be asked one by one. `look_at`: what the
+        instruction does with an answer, if anything."""
+        if self._rows or self._space not in ("shared", "shared::cta", "global"):
+            return None
+
+        def after(warp: Warp, answer: int) -> None:
+            self.count(warp, answer)
+            if look_at is not None:
+                look_at(warp, answer)
+
+        function = of_global() if self._space == "global" else of_shared()
+        return RunAccess(function, (address_of(self._site),), after)
 
     def perform(self, warp: Warp) -> int:
         """What the machine code answers. After NO nothing has been done."""
@@ -110,17 +128,24 @@ class QuickAccess:
             cta.smem.keep_readings_of(NO_ROOM - answer)
         if answer == NO:
             return NO
+        self._site[SITE["performer"]] = code_of(perform)
+        self.count(warp, answer)
+        if self._stores:
+            cta.machine.engine.events += 1
+            warp.stored_at = warp.meetings
+        return answer
+
+    def count(self, warp: Warp, answer: int) -> None:
+        """Count what the banks of shared memory have served."""
+        cta = warp.cta
+        if self._space == "global":
+            return
         if answer & CONFLICT:
             own = self._address(warp)
             own = own[: self._rows] if self._rows else own if warp.where is True else own[warp.mask]
             access.count_banks(warp, own & OFFSET_MASK, self._size)
         else:
-            cta.machine.counters["smem_wavefronts"] += answer >> SERVED_SHIFT
-            cta.machine.counters["smem_bank_conflicts"] += 0
-        if self._stores:
-            cta.machine.engine.events += 1
-            warp.stored_at = warp.meetings
-        return answer
+            access.count_served(cta.machine, answer >> SERVED_SHIFT)
 
     def _in_global(self, warp: Warp, address: int) -> int:
         machine = warp.cta.machine
@@ -133,7 +158,14 @@ class QuickAccess:
         mark = warp.agents.mark | warp.stamp
         answer = perform(self._program_address, warp.registers.bounds_address, warp.mask_address, place.address,
                          warp.seen_address, buffer.base, mark, warp.meetings, warp.agent)  # fmt: skip
-        if self._stores and answer != NO:
+        if answer == NO:
+            return NO
+        if (waited := machine.races.lasting(buffer, warp.clock)) is not None:
+            self._held = place
+            self._site[: SITE["program"]] = (
+                code_of(perform), self._stores, buffer.base, place.address, warp.cta.launch, CHANGES[0], waited
+            )  # fmt: skip
+        if self._stores:
             machine.engine.events += 1
             machine.races.stored = True
             warp.stored_globally_at = warp.meetings

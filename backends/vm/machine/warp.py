@@ -23,12 +23,13 @@ import numpy.typing as npt
 
 from backends.vm.counting import address_of, count_nonzero
 from backends.vm.faults import Fault
-from backends.vm.machine import special
+from backends.vm.machine import access, special
 from backends.vm.machine.code import (
     HANDLED,
     LANES,
     NEXT,
     WIDTH_OF_VIEW,
+    WORD,
     Block,
     Code,
     QuickRun,
@@ -39,6 +40,7 @@ from backends.vm.machine.code import (
 )
 from backends.vm.machine.engine import CopyGroups
 from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters
+from backends.vm.memory.access_code import CHANGES
 from backends.vm.memory.clocks import Carried, Clock, Snapshot, stamp
 from backends.vm.memory.definedness import Sources
 from backends.vm.memory.lane_acquires import LaneAcquires
@@ -209,6 +211,7 @@ class Warp:
         self.seen_address: int = address_of(self.clock.seen)
         self.stamp = stamp(agent, 1)
         self.registers = file
+        self._tell(file)
         self.executed = array("q", bytes(8 * len(code.blocks)))
         self.alive = _first_lanes(lanes)
         self.undefined = UndefinedRegisters.at_start(code, lanes)
@@ -282,6 +285,22 @@ class Warp:
         rows = self.registers.view(name)
         setattr(self, name, rows)
         return rows
+
+    def _tell(self, file: RegisterFile) -> None:
+        """Tell machine code what it has to know of this warp for accesses to memory, but for what changes."""
+        cta, told = self.cta, file.told
+        smem, params = cta.smem, cta.machine.params
+        told[WORD["parameters"]], told[WORD["parameter_bytes"]] = address_of(params), params.size
+        told[WORD["changes"]], told[WORD["base"]] = address_of(CHANGES), cta.rank_bits
+        told[WORD["shared"]] = 0 if smem.place is None else smem.place.address
+        told[WORD["seen"]], told[WORD["agent"]] = self.seen_address, self.agent
+        told[WORD["cluster"]], told[WORD["launch"]] = self.agents.mark, cta.launch
+
+    def count_served(self) -> None:
+        """Count what machine code has left to be counted."""
+        if groups := self.registers.told[WORD["served"]]:
+            self.registers.told[WORD["served"]] = 0
+            access.count_served(self.cta.machine, groups)
 
     def fill_own(self) -> None:
         """Write the special registers of which the warps of a CTA have unlike values. Called once, when the CTA is

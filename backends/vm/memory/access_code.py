@@ -35,6 +35,16 @@ GLOBAL_FIELDS: Final = (
 `readers`: the number of agents of which SharedMemory keeps readings, then each agent and where they lie."""
 
 
+CHANGES: Final = np.zeros(1, np.int64)
+"""How often a place of global memory has become another one within a launch, of any machine. Machine code that keeps a
+place compares."""
+
+
+def places_change() -> None:
+    """A buffer goes, or there are other arrays of what is known of one."""
+    CHANGES[0] += 1
+
+
 class MemoryWords:
     """A memory as machine code finds it, at `address`: what SHARED_FIELDS or GLOBAL_FIELDS name, arrays by where they
     lie."""
@@ -64,6 +74,14 @@ def callable_of(write: Callable[[ir.Function], object], pointers: int, numbers: 
     write(ir.Function(module, ir.FunctionType(I64, [POINTER] * pointers + [I64] * numbers), ENTRY))
     kind = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * pointers, *[ctypes.c_int64] * numbers)
     return cast("Callable[..., int]", kind(linked(module)))
+
+
+def code_of(function: Callable[..., int]) -> int:
+    """Where the machine code of what `callable_of` has made lies."""
+    return _word_at(ctypes.addressof(cast("ctypes.c_void_p", function))).value
+
+
+_word_at = ctypes.c_ssize_t.from_address
 
 
 Made = TypeVar("Made")

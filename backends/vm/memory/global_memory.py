@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
-from backends.vm.memory.access_code import MemoryWords
+from backends.vm.memory.access_code import MemoryWords, places_change
 from backends.vm.memory.definedness import DEFINED, HIDDEN, Mask, Origin, Sources
 from backends.vm.memory.pieces import read_pieces
 
@@ -54,6 +54,7 @@ class Buffer:
 
     def forget(self, *, scratch: bool) -> None:
         """From now on its bytes mean nothing until they are written: it is a workspace, or else an output."""
+        places_change()
         self.state = np.zeros(self.data.size, np.uint8)
         self.scratch = scratch
 
@@ -89,6 +90,7 @@ class Buffer:
     def undefine(self, offsets: Addresses, missing: Mask, origin: Origin) -> None:
         """An undefined value of `origin` was stored at `offsets` [n]: the bytes `missing` [n, size] of it."""
         if self.state is None:
+            places_change()
             self.state = np.ones(self.data.size, np.uint8)
         at = (offsets[:, None] + np.arange(missing.shape[1]))[missing]
         self.state[at] = HIDDEN
@@ -158,6 +160,7 @@ class GlobalMemory:
 
     def remove(self, buffer: Buffer) -> None:
         """Unmap a buffer."""
+        places_change()
         index = self._buffers.index(buffer)
         del self._bases[index], self._buffers[index]
         self.loaded_by_map.clear()

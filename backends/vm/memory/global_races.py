@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, report
-from backends.vm.memory.access_code import GLOBAL_FIELDS, MemoryWords
+from backends.vm.memory.access_code import GLOBAL_FIELDS, MemoryWords, places_change
 from backends.vm.memory.clocks import (
     CLUSTER_SHIFT,
     STAMP_MASK,
@@ -120,6 +120,10 @@ class LaunchChain:
     def concerns(self, buffer: Buffer, clock: Clock) -> bool:
         """Whether a launch that may still run has accessed `buffer`."""
         return any(buffer.base in earlier.shadows for earlier in self._overlapping(clock))
+
+    def had(self, buffer: Buffer) -> bool:
+        """Whether a launch that may still run for a warp that has not waited has accessed `buffer`."""
+        return any(buffer.base in earlier.shadows for earlier in self.before)
 
     def _overlapping(self, clock: Clock) -> list[Earlier]:
         return self.after if has_waited(clock) else self.before
@@ -214,6 +218,7 @@ class Shadow:
         """Split granules where accesses of `size` bytes need finer ones."""
         exact = (size & -size).bit_length() - 1
         if exact < self.shift:
+            places_change()
             times = 1 << self.shift - exact
             self.writer = np.repeat(self.writer, times)
             self.reader = np.repeat(self.reader, times)
@@ -387,6 +392,15 @@ class GlobalRaces:
                          shadow.lanes.lane, shadow.lanes.met)  # fmt: skip
             known = buffer.place = MemoryWords(buffer.data.size, buffer.data, buffer.state, *marks, self._partial)
         return known
+
+    def lasting(self, buffer: Buffer, clock: Clock) -> int | None:
+        """How long `place`, which the owner of `clock` has got, holds in this launch, until access_code.CHANGES.
+
+        0: for all. Else for those of whose clock this element is not 0; None: nobody can tell.
+        """
+        if not (self.chain.before and buffer.writable and self.chain.had(buffer)):
+            return 0
+        return clock.seen.size - 1 if clock.seen[WAITED] else None
 
     def copied_from(
         self,

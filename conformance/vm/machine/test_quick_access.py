@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
+from backends.vm.bind import lanes
 from backends.vm.faults import Fault, Findings
 from backends.vm.isa import warp_mma
-from backends.vm.machine import quick_access
+from backends.vm.load import LoadedModule, load
+from backends.vm.machine import code, quick_access
 from backends.vm.machine.machine import Machine
 from backends.vm.machine.quick_access import QuickAccess
 from backends.vm.machine.warp import Warp
-from backends.vm.memory import compiled_access
+from backends.vm.memory import compiled_access, global_races
 from backends.vm.memory.access_code import NO
+from backends.vm.ptx.parser import parse
 from conformance.vm.kernel import Kernel
 
 _TYPES = {"u8": 1, "s8": 1, "u16": 2, "s16": 2, "b32": 4, "s32": 4, "u64": 8, "b64": 8}
@@ -130,6 +133,73 @@ def test_machine_code_does_as_numpy_does() -> None:
     assert 400 < len(done) < len(answers), f"{len(done)} of {len(answers)} accesses by machine code"
     for bit, what in ((compiled_access.UNDEFINED, "undefined byte"), (compiled_access.CONFLICT, "bank conflict")):
         assert any(answer & bit for answer in done), f"no program has met an {what}"
+
+
+# Accesses inside runs of machine code.
+
+
+def _both_in_runs(seed: int, often: int = 1) -> int:
+    """Run a program by NumPy and, where a block executes for the time `often`, in runs. How many accesses were asked of
+    Python."""
+    load.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(QuickAccess, "perform", lambda self, warp: NO)
+        plain = _outcome(_kernel(seed, "runs"))
+    load.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        answers = _answers(patch)
+        patch.setattr(code, "OFTEN", often)
+        quick = _outcome(_kernel(seed, "runs"))
+    load.cache_clear()
+    for name, wanted, seen in zip(("memory", "the fault", "findings", "counters"), plain, quick, strict=True):
+        assert seen == wanted, f"program {seed}: {name} in runs: {seen}\nwithout: {wanted}"
+    return len(answers)
+
+
+def test_accesses_in_runs_do_as_numpy_does() -> None:
+    never = sum(_both_in_runs(seed, often=1000) for seed in _PROGRAMS)
+    asked = sum(map(_both_in_runs, _PROGRAMS))
+    assert asked < 0.9 * never, f"{asked} accesses of {never} were not done in a run"
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [(lanes, "_tell"), (lanes, "_look_at"), (Warp, "count_served"), (global_races, "places_change")],
+)
+def test_runs_that_forget_something_are_found_out(monkeypatch: pytest.MonkeyPatch, where: object, name: str) -> None:
+    monkeypatch.setattr(where, name, _nothing)
+    with pytest.raises(AssertionError, match="in runs"):
+        list(map(_both_in_runs, range(3 * len(_PROGRAMS))))
+
+
+_RELAY = """.visible .entry {name}(.param .u64 p) {{ .reg .b64 %x; .reg .b32 %r<9>; .reg .pred %p, %q;
+ld.param.u64 %x, [p]; mov.u32 %r1, %tid.x; setp.lt.u32 %q, %r1, 32; mov.u32 %r0, 0; {wait}
+LOOP: {body} add.u32 %r0, %r0, 1; setp.lt.u32 %p, %r0, 40; @%p bra LOOP; ret; }}
+"""
+
+
+def _relay(wait: str) -> str:
+    """What is found where the second of two overlapping launches reads what the first has stored; `wait`: before."""
+    first = _RELAY.format(name="first", wait="", body="st.global.u32 [%x], 7;")
+    second = _RELAY.format(name="second", wait=wait, body="ld.global.u32 %r2, [%x];")
+    module = LoadedModule(parse(f".version 8.8\n.target sm_90a\n.address_size 64\n{first}{second}"))
+    machine = Machine("eager")
+    machine.findings = found = Findings()
+    x = machine.memory.add("x", np.zeros(4, np.uint32).view(np.uint8))
+    for name, threads in (("first", 32), ("second", 64)):
+        params = [x.base.to_bytes(8, "little")]
+        machine.launch(module.entry(name), (1, 1, 1), (threads, 1, 1), params, dependent=name == "second")
+    return " ".join(str(one) for one in found.by_site.values())
+
+
+def test_a_place_that_one_warp_has_waited_for_is_not_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first warp waits and reads until its loads are in runs; the second has not waited."""
+    monkeypatch.setattr(quick_access, "WORTH", 0)
+    assert not _relay("griddepcontrol.wait;")
+    alone = "@!%q bra LOOP; griddepcontrol.wait;"
+    assert "dependent-launch-not-awaited" in _relay(alone)
+    monkeypatch.setattr(global_races.GlobalRaces, "lasting", lambda *_: 0)
+    assert not _relay(alone), "who takes a place for everybody's hides this, so that the test would notice"
 
 
 def _never(*arguments: object) -> ir.Constant:
