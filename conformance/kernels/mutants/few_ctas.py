@@ -44,7 +44,7 @@ def on_few_ctas(build: Build, spec: Spec, case: Case, text: str) -> dict[int, li
     """Programs by their CTAs, of cases like `case` that build `text`; none where there is no such case.
 
     A grouped GEMM: skewed if that builds `text`, of the first of TOKENS and SIZES that do, and on one CTA of SHORT too.
-    Attention: SEQUENCES of KEYS on one CTA.
+    Attention: SEQUENCES of KEYS on one CTA, or the sequences of the case if they have their own lengths.
     """
     if case.op == "fmha":
         return _attention(build, spec, case, text)
@@ -75,9 +75,8 @@ def on_few_ctas(build: Build, spec: Spec, case: Case, text: str) -> dict[int, li
 
 
 def _attention(build: Build, spec: Spec, case: Case, text: str) -> dict[int, list[Sized]]:
-    if case["ragged"]:
-        return {}
-    sized = spec.vary(case, s_k=KEYS[case.int("hd")], batch=SEQUENCES)
+    # Sequences of their own lengths have as many keys as their totals say.
+    sized = case if case["ragged"] else spec.vary(case, s_k=KEYS[case.int("hd")], batch=SEQUENCES)
     one = _on(build, spec, sized, 1, text)
     return {1: [one]} if one is not None else {}
 
