@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if idle:
             raise pytest.UsageError(f"--megamoe-{idle[0]} does nothing without --megamoe-vm TARGET")
         return
-    from megamoe import torch_cuda, vm
+    from megamoe import vm
     from megamoe.contract.backend import UnsupportedError
 
     sm_count = int(str(config.getoption("--megamoe-sm-count")))
@@ -69,6 +69,9 @@ def pytest_configure(config: pytest.Config) -> None:
                 form_of(file)
     except (UnsupportedError, ValueError) as refused:
         raise pytest.UsageError(f"--megamoe-vm: {refused}") from None
+    # Torch takes seconds to import: what is refused above is refused before that.
+    from megamoe import torch_cuda
+
     opened.enter_context(torch_cuda.on_host(target, sm_count))
     for name in ("triton", "cutlass"):
         if importlib.util.find_spec(name) is not None:

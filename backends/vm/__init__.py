@@ -42,9 +42,9 @@ It does NOT notice, and why:
   of shared memory: values are compared for whole granules (threads that write what another one has written do not race,
   PTX ISA 8.7.2);
 - lanes of a warp that meet in part, or of which one acquires and another one releases what it has not met: meetings are
-  counted by warp, and what may order some lanes counts for all, so that what is found is found rightly. Lanes that have
-  ended count as covered by what the living ones release. Strong accesses are never asked for lanes, as they race with
-  nothing here;
+  counted by warp, and what may order some lanes counts for all, so that what is found is found rightly. What a lane
+  has acquired before it ended counts as known to those of its warp that meet later. Strong accesses are never asked for
+  lanes, as they race with nothing here;
 - in global memory: a race with any but the last reader of a byte (a mark holds one), a missing fence.proxy.async before
   a bulk reduction, and a tensor map that is read while it is changed (maps carry no proxy state);
 - in a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA

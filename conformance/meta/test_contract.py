@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import stat
@@ -191,6 +192,36 @@ def test_what_a_killed_process_left_is_cleared_and_what_lives_stays(
     with scratch_folder("run", tmp_path) as folder:
         assert [*tmp_path.iterdir()] == [theirs, folder] or [*tmp_path.iterdir()] == [folder, theirs]
     assert [*tmp_path.iterdir()] == [theirs]
+
+
+@pytest.mark.parametrize("instant", ["open", "flock"])
+@pytest.mark.parametrize("what", ["a folder", "a file", "an unfinished folder"])
+def test_what_another_process_clears_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, instant: str
+) -> None:
+    """The other process looks just before the maker opens what it has made, and just before it locks it."""
+    clear_abandoned(tmp_path)
+    module, cleared = {"open": os, "flock": fcntl}[instant], list[Path]()
+    really: Callable[..., object] = getattr(module, instant)
+
+    def after_a_look(*arguments: object, **options: object) -> object:
+        made = [path for path in tmp_path.iterdir() if path.name.startswith(PREFIX)]
+        if made and not cleared:
+            cleared.extend(made)
+            for path in made:
+                path.rmdir() if path.is_dir() else path.unlink()
+        return really(*arguments, **options)
+
+    monkeypatch.setattr(module, instant, after_a_look)
+    kinds = {
+        "a folder": lambda: scratch_folder("run", tmp_path),
+        "a file": lambda: unfinished(tmp_path),
+        "an unfinished folder": lambda: unfinished(tmp_path, folder=True),
+    }
+    with kinds[what]() as path:
+        assert cleared, "nothing was cleared, so this tests nothing"
+        assert path.exists(), f"{what} that another process cleared before {instant} was handed out"
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_what_is_renamed_stays(tmp_path: Path) -> None:

@@ -176,9 +176,10 @@ ST, STMATRIX = "st.shared.u32 [%r17], %lane;", "stmatrix.sync.aligned.m8n8.x1.sh
 
 
 def handed_over(
-    arrival: str, *, count: int = 1, store: str = ST, take: str = "ld.shared.u32 %r1, [%r17];", behind: str = ""
-) -> Kernel:
-    """Lanes of warp 0 store and arrive at an mbarrier; warp 1 waits for it and reads what they stored."""
+    arrival: str, *, count: int = 1, store: str = ST, until: str = "", take: str = "ld.shared.u32 %r1, [%r17];",
+    behind: str = "",
+) -> Kernel:  # fmt: skip
+    """Lanes of warp 0 store and arrive at an mbarrier; warp 1 waits for it, or `until`, and reads what they stored."""
     body = f""".shared .align 16 .b8 cells[128]; .shared .align 8 .b64 mbar; mov.u32 %r41, cells;
 {init("mbar", count=count)}
 mad.lo.u32 %r17, %lane, 4, %r41; and.b32 %r18, %lane, 7; mad.lo.u32 %r18, %r18, 16, %r41;
@@ -187,7 +188,7 @@ setp.ne.u32 %p2, %warp, 0; @%p2 bra READER;
 {arrival}
 {behind}
 bra END;
-READER: {wait("mbar", 0)}
+READER: {until or wait("mbar", 0)}
 {take}
 mul.wide.u32 %rd1, %lane, 4; add.u64 %rd1, %rd1, %out; st.global.u32 [%rd1], %r1;
 END: ret;"""
@@ -418,6 +419,66 @@ END: ret;"""
     for between, expected in (("", ["lanes-unordered"]), (LANES_MEET, [])):
         found, _ = collected(Kernel(body.replace("BETWEEN", between), block=(64, 1, 1)))
         assert slugs(found) == expected, f"{flag} behind {between!r}: {list(map(str, found))}"
+
+
+OTHERS_END = "setp.ne.u32 %p3, %lane, 0; @%p3 ret;"
+
+
+def test_what_others_release_or_meet_orders_no_lane_that_has_ended_in_shared_memory() -> None:
+    met = "bar.sync 1, 64;"
+    read_by_its_own_warp = f"{OTHERS_END} {LANES_MEET} ld.shared.u32 %r1, [%r17+4];"
+    broken = {
+        "the last lane arrives": handed_over(f"{OTHERS_END} {ALL_ARRIVE}"),
+        "the last lane arrives, of a matrix": handed_over(f"{OTHERS_END} {ALL_ARRIVE}", store=STMATRIX),
+        "the last lanes meet, and arrive": handed_over(f"{OTHERS_END} {LANES_MEET} {ALL_ARRIVE}"),
+        "the last lane comes to a barrier": handed_over(f"{OTHERS_END} {met}", until=met),
+        "the last lane meets itself, and reads": handed_over(read_by_its_own_warp, until="bra END;"),
+    }
+    for what, kernel in broken.items():
+        for schedule in SCHEDULES:
+            found, _ = collected(kernel, schedule)
+            assert slugs(found) == ["lanes-unordered"], f"{what}, {schedule}: found {list(map(str, found))}"
+            assert "ahead of its end" in str(found[0]), f"{what}: {found[0]}"
+    early = "setp.lt.u32 %p3, %warp, 1; setp.ne.and.u32 %p3, %lane, 0, %p3; @%p3 ret;"
+    alone = handed_over(ALL_ARRIVE, take="ld.shared.u32 %r1, [cells];")
+    upper_end = "setp.gt.u32 %p3, %lane, 15; @%p3 ret;"
+    right = {
+        "lanes meet ahead of the end of some": handed_over(f"{LANES_MEET} {OTHERS_END} {ALL_ARRIVE}"),
+        "every lane arrives, and some end": handed_over(f"{ALL_ARRIVE} {upper_end} {ALL_ARRIVE}", count=48),
+        "lanes that have stored nothing end": replace(
+            alone, body=alone.body.replace("setp.ne.u32 %p2", f"{early} setp.ne.u32 %p2", 1)
+        ),
+        "the lane that is left stores once more": handed_over(
+            f"{LANES_MEET} {OTHERS_END} st.shared.u32 [cells], 0; {ALL_ARRIVE}"
+        ),
+    }
+    for what, kernel in right.items():
+        for schedule in SCHEDULES:
+            found, _ = collected(kernel, schedule)
+            assert not found, f"{what}, {schedule}: {list(map(str, found))}"
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_what_others_release_or_meet_orders_no_lane_that_has_ended_in_global_memory(apart: bool) -> None:
+    acquired, counted = f"{ONE_ACQUIRES} {LANES_MEET}", "red.release.gpu.global.add.u32 [%flag], 1;"
+    fenced = "fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [%flag], 1;"
+    all_have_counted = ALL_ACQUIRE.replace("setp.eq.u32 %p4, %r1, 0", "setp.lt.u32 %p4, %r1, 32")
+    for release in (ALL_RELEASE, counted, fenced, f"{LANES_MEET} {ALL_RELEASE}"):
+        for between, expected in (("", ["lanes-unordered"]), (LANES_MEET, [])):
+            for schedule in SCHEDULES:
+                found, _ = collected(told(f"{between} {OTHERS_END} {release}", acquired, apart=apart), schedule)
+                assert slugs(found) == expected, f"{release} behind {between!r}, {schedule}: {list(map(str, found))}"
+                assert all("ahead of its end" in str(one) for one in found), f"{list(map(str, found))}"
+    right = {
+        "each lane counts before it ends": told(f"{counted} {OTHERS_END} {counted}", all_have_counted, apart=apart),
+        "the lane that is left has stored what is read": told(
+            f"{OTHERS_END} {ALL_RELEASE}", f"{ONE_ACQUIRES} @%p3 bra END;", apart=apart
+        ),
+    }
+    for what, kernel in right.items():
+        for schedule in SCHEDULES:
+            found, _ = collected(kernel, schedule)
+            assert not found, f"{what}, {schedule}: {list(map(str, found))}"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 from pebble import ProcessExpired, ProcessPool
 
 from megamoe.contract import Status
-from megamoe.judge.worker import interrupts_held_back, worker_pool
+from megamoe.judge.worker import worker_pool
+from megamoe.runner.forks import interrupts_held_back
 from megamoe.runner.process import manner_of_death
 
 _BYTES = 4096

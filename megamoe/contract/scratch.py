@@ -100,10 +100,16 @@ def _clear(path: Path) -> None:
 
 
 def _locked(make: Callable[[], str]) -> tuple[Path, int]:
-    """What `make` makes, and a descriptor that holds its lock. Another process may clear it before it is locked."""
+    """What `make` makes, and a descriptor that holds its lock.
+
+    Another process may clear it before it is locked, even before it is opened: then it is made again.
+    """
     while True:
         path = Path(make())
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if path.exists():
             return path, descriptor

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from megamoe.contract import Row, Status
-from megamoe.judge.worker import interrupts_held_back, worker_pool
+from megamoe.judge.worker import worker_pool
 from megamoe.records.lines import Record, record_of
 from megamoe.runner.child import give_memory_back
+from megamoe.runner.forks import interrupts_held_back
 from megamoe.runner.limits import share_of_memory
 from megamoe.runner.process import manner_of_death
 from megamoe.spec.load import load_specs

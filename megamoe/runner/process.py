@@ -2,8 +2,9 @@
 
 A keeper stands between: a small process that forks runners, adopts their orphans, passes on a limited share of what
 they print, and says how they ended. It has never run other people's code, so that each runner starts clean, after
-0.02 s. A worker of the judge forks its keeper before it imports anything of ours (`keeper_of_worker`); any other
-process starts one as a fresh interpreter.
+0.02 s. A worker of the judge forks its keeper before it imports anything of ours (`keeper_of_worker`). Any other
+process has one forked from the server of the workers, where its runners shall hold torch, and starts one as a fresh
+interpreter where not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,15 +112,13 @@ class _Kept:
     ended_for: int = 0
 
 
-def keep(control: socket.socket, preload: Sequence[str] = ()) -> NoReturn:
+def keep(control: socket.socket) -> NoReturn:
     """Keeps runners for the process at the other end of `control`, and ends with it."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         adopt_orphans()
         keep_only([control.fileno()])
-        for name in preload:
-            __import__(name)
         _keep(control)
     except BaseException as error:
         os.write(2, f"megamoe: a keeper of runners ends: {error!r}\n".encode())
@@ -311,8 +310,9 @@ def _end_the_left(runners: set[int]) -> None:
 class Nursery:
     """The way to one keeper. Its runners end with it."""
 
-    def __init__(self, control: socket.socket, keeper: subprocess.Popen[bytes] | None = None) -> None:
-        self._control, self._keeper, self._count = control, keeper, 0
+    def __init__(self, control: socket.socket, wait: Callable[[float], object] | None = None) -> None:
+        """`wait`: waits that many seconds at most for the keeper to end, if it is a child of this process."""
+        self._control, self._wait, self._count = control, wait, 0
 
     def runner(self, what: str, confinement: Confinement = UNCONFINED) -> Runner:
         """A fresh runner. `what`: what it is for, in messages."""
@@ -346,8 +346,8 @@ class Nursery:
     def close(self) -> None:
         """Ends the keeper and all its runners."""
         self._control.close()
-        if self._keeper is not None:
-            self._keeper.wait(_END_S)
+        if self._wait is not None:
+            self._wait(_END_S)
 
 
 @dataclass(slots=True)
@@ -489,7 +489,8 @@ def nursery(torch: bool = False) -> Nursery:
     pid = os.getpid()
     known = _OWN.get((pid, True)) or _OWN.get((pid, torch))
     if known is None:
-        known = _OWN[pid, torch] = _started(PRELOADED if torch else ())
+        known = _OWN[pid, torch] = _forked() if torch else _started()
+        atexit.register(known.close)
     return known
 
 
@@ -497,17 +498,21 @@ _OWN: Final[dict[tuple[int, bool], Nursery]] = {}
 """By the process that started them, and whether they hold torch."""
 
 
-def _started(preload: tuple[str, ...]) -> Nursery:
+def _started() -> Nursery:
     mine, its = socket.socketpair()
-    program = (
-        "import socket, sys\nfrom megamoe.runner.process import keep\n"
-        f"keep(socket.socket(fileno={its.fileno()}), {preload!r})"
-    )
-    keeper = subprocess.Popen(
-        [sys.executable, "-c", program], pass_fds=[its.fileno()], env=environment_of_servers(),
-        stdin=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    its.close()
-    found = Nursery(mine, keeper)
-    atexit.register(found.close)
-    return found
+    program = f"import socket\nfrom megamoe.runner.process import keep\nkeep(socket.socket(fileno={its.fileno()}))"
+    with its:
+        keeper = subprocess.Popen(
+            [sys.executable, "-c", program], pass_fds=[its.fileno()], env=environment_of_servers(),
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    return Nursery(mine, keeper.wait)
+
+
+def _forked() -> Nursery:
+    # Most commands start no server, and then they need not import what starts one.
+    from megamoe.runner.forks import forked_keeper
+
+    mine, its = socket.socketpair()
+    with its:
+        return Nursery(mine, forked_keeper(its).join)

@@ -84,6 +84,8 @@ class Engine:
         finally:
             self.performing = outer
         operation.done = True
+        # Its mbarrier remembers it, for reports: it must not keep the CTA's memory until a search for cycles.
+        operation.perform, operation.signals = _nothing, ()
 
     def settle(self, kernel: str, line: int) -> None:
         """Let what PTX `line` of `kernel` has issued end, and what has to end before it."""
@@ -105,6 +107,10 @@ class Engine:
             if any(id(signal) in wanted for link in chain for signal in link.signals):
                 return operation
         return able[0]
+
+
+def _nothing() -> None:
+    """What an operation that has been performed still has to do."""
 
 
 def submit(

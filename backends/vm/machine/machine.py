@@ -161,19 +161,21 @@ class Machine:
         self.races.begin_launch(function.name, dependent=asked.dependent)
         self._function = function if self.observer is None else self.observer.function(function)
         self.running = run = Run(self, self._function, shape)
-        with (
-            self._grid_barrier(run) if asked.cooperative else nullcontext(),
-            np.errstate(all="ignore"),
-            nullcontext() if self.observer is None else self.observer.launch(run),
-            collecting(run.met if self.findings is None else run.found),
-        ):
-            try:
+        try:
+            with (
+                self._grid_barrier(run) if asked.cooperative else nullcontext(),
+                np.errstate(all="ignore"),
+                nullcontext() if self.observer is None else self.observer.launch(run),
+                collecting(run.met if self.findings is None else run.found),
+            ):
                 run.to_the_end()
-            finally:
-                run.leave()
-            self.note_last(function)
-            if self.looks_after_each:
-                self.check_outcome()
+                self.note_last(function)
+                if self.looks_after_each:
+                    self.check_outcome()
+        finally:
+            run.leave()
+            # As Cluster.part: a launch that has ended keeps no machine.
+            self.running = None
 
     def note_last(self, function: BoundFunction) -> None:
         """The last launch stands last, also of a function that was launched before."""

@@ -15,7 +15,7 @@ from backends.vm.counting import address_of
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, SCRATCH_PLACES, Key, place_of
 from backends.vm.machine.run_access import SITE, RunAccess, of_global, of_shared
-from backends.vm.memory.access_code import CHANGES, NO, NO_ROOM, MemoryWords, OnDemand, code_of
+from backends.vm.memory.access_code import CHANGES, NO, NO_ROOM, OnDemand, code_of
 from backends.vm.memory.compiled_access import CONFLICT, SERVED_SHIFT, Kind, Perform, performer, program
 from backends.vm.memory.definedness import Missing
 from backends.vm.memory.global_memory import SHARED_WINDOW, WINDOW_SHIFT
@@ -77,7 +77,6 @@ class QuickAccess:
         words = program(place_of((width, self._row)), self._offset, line, places)
         self._program = words
         self._site: npt.NDArray[np.int64] | None = None
-        self._held: MemoryWords | None = None
         self._program_address: int = address_of(words)
 
     def in_run(self, look_at: Callable[[Warp, int], object] | None = None) -> RunAccess | None:
@@ -169,7 +168,7 @@ class QuickAccess:
         if answer == NO:
             return NO
         if self._site is not None and (waited := machine.races.lasting(buffer, warp.clock)) is not None:
-            self._held = place
+            # The buffer keeps the place; behind this launch and after any change nobody looks there.
             self._site[: SITE["program"]] = (
                 code_of(perform), self._stores, buffer.base, place.address, warp.cta.launch, CHANGES[0], waited
             )  # fmt: skip

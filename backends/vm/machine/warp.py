@@ -168,6 +168,10 @@ def merged(strands: list[Strand]) -> list[Strand]:
     return found
 
 
+def _bits(lanes: Mask) -> int:
+    return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
+
+
 class Warp:
     """32 lanes of a CTA running one function.
 
@@ -346,8 +350,8 @@ class Warp:
         self.stamp = stamp(self.agent, epoch)
 
     def active_bits(self) -> int:
-        """The active lanes as bits; EVERY if all living ones are."""
-        return EVERY if self.full else int.from_bytes(np.packbits(self.mask, bitorder="little").tobytes(), "little")
+        """The active lanes as bits; EVERY if all living ones are: `LaneReleases.ended` knows the others."""
+        return EVERY if self.full else _bits(self.mask)
 
     def known(self) -> Snapshot:
         """What is ordered before the next action, by cluster."""
@@ -408,11 +412,21 @@ class Warp:
 
     def _end(self, lanes: Mask) -> None:
         self.alive = self.alive & ~lanes
+        if count_nonzero(self.alive):
+            self._note_end(_bits(lanes))
         if self.undefined:
             self.undefined.forget_dead(self.alive)
         self.cta.machine.engine.events += 1
         self.cta.cluster.complete_phase()
         self.cta.threads_ended()
+
+    def _note_end(self, lanes: int) -> None:
+        """Some lanes end and others go on: what these release does not cover what those have stored."""
+        epoch = int(self.clock.seen[self.agent])
+        if self.stored_at == self.meetings:
+            self.agents.releases.end(self.agent, epoch, self.meetings, lanes)
+        if self.stored_globally_at == self.meetings:
+            self.agents.global_releases.end(self.agent, epoch, self.meetings, lanes)
 
     def _place(self, block: int, mask: Mask) -> None:
         if block >= len(self.code.blocks):

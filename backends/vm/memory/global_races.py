@@ -490,10 +490,12 @@ class GlobalRaces:
             lane, met = int(shadow.lanes.lane[at]), int(shadow.lanes.met[at])
             loose[place] = epoch <= seen and self.releases[serial].leave_out(agent, lane, met, epoch, seen)
         for access, at, line in shadow.one_a_line(granules, loose, writes=True):
-            who = f"lane {shadow.lanes.lane[at]} of {self._name(int(shadow.writer[at]), warp)}"
-            accesses.report_lanes(access, at, f"after {who} wrote it at PTX line {line}; what orders that is a release "
-                                 "by other lanes of that warp, which the lane has not met in between: bar.warp.sync is "
-                                 "missing ahead of the release", OtherAccess(who, "wrote", line))  # fmt: skip
+            mark, lane = int(shadow.writer[at]), int(shadow.lanes.lane[at])
+            serial, agent, _ = parts_of(mark)
+            who = f"lane {lane} of {self._name(mark, warp)}"
+            why = self.releases[serial].missing_meeting(agent, lane, int(shadow.lanes.met[at]))
+            accesses.report_lanes(access, at, f"after {who} wrote it at PTX line {line}; {why}",
+                                 OtherAccess(who, "wrote", line))  # fmt: skip
 
     def _check_acquired(self, accesses: GlobalAccesses, marks: Addresses) -> None:
         """Report accesses of `marks` that only acquires by other lanes of the warp order before."""

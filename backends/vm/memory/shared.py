@@ -240,15 +240,14 @@ class SharedMemory:
                 self._race(granules, late, self.writer, action)
 
     def _check_released(self, granules: Granules, clock: Clock, action: str) -> None:
-        """Report what lanes of other warps wrote that only arrivals of their neighbours order before."""
+        """Report what lanes wrote that only releases of their neighbours order before."""
         loose = self.lanes.loose(granules, self.writer[granules], clock.seen, self.agents.releases)
         for at, granule, line in list(_one_a_line(granules, loose, self.writer_line)):
-            by_lane, warp = int(self.lanes.lane[granule]), self.agents.name(agent_of(int(self.writer[granule])))
-            who = f"lane {by_lane} of {warp}" if by_lane >= 0 else warp
-            report(Fault("lanes-unordered", f"this granule is {action} after {who} wrote it at PTX line {line}; what "
-                         "orders that is a release by other lanes of that warp, which the lane has not met in between: "
-                         "bar.warp.sync is missing ahead of the release", lane=at, address=4 * granule,
-                         other=OtherAccess(who, "wrote", line)))  # fmt: skip
+            by_lane, agent = int(self.lanes.lane[granule]), agent_of(int(self.writer[granule]))
+            who = f"lane {by_lane} of {self.agents.name(agent)}" if by_lane >= 0 else self.agents.name(agent)
+            why = self.agents.releases.missing_meeting(agent, by_lane, int(self.lanes.met[granule]))
+            report(Fault("lanes-unordered", f"this granule is {action} after {who} wrote it at PTX line {line}; {why}",
+                         lane=at, address=4 * granule, other=OtherAccess(who, "wrote", line)))  # fmt: skip
 
     def _check_overwritten(self, granules: Granules, clock: Clock, before: Bytes, after: Bytes) -> None:
         """As _check_writers, but for threads that write the value that another one wrote, in whole granules.

@@ -123,13 +123,15 @@ def _campaign(options: argparse.Namespace, given: Sequence[str]) -> int:
         ran.add(outcome.id)
         spent += outcome.seconds
         unexplained += not outcome.killed and blamed(outcome, known)
-        print(f"{at}/{len(todo)} {_told(outcome)}", flush=True)
+        print(f"{at}/{len(todo)} {told_of(outcome, known)}", flush=True)
     left = sum(mutant.id not in (ran if again else record.by_id) for _, mutant in todo)
-    killed, same = sum(one.killed for one in record.results), len(equivalent(survivors(record, known)))
-    holes = len(record.results) - killed - same
+    lived = survivors(record, known)
+    killed, same = len(record.results) - len(lived), len(equivalent(lived))
+    holes, excused = len(lived) - same, sum(not blamed(one, known) for one, _ in lived) - same
     programs = sum({id(one): one.spent for one, _ in todo}.values())
     print(f"{len(ran)} mutants took {spent:.0f} s of processor time, their programs as they are {programs:.0f} s")
-    print(f"{record.path}: {killed} killed, {same} equivalent, {holes} holes; {left} of this call are left to run")
+    counts = f"{killed} killed, {same} equivalent, {holes} holes, of which {excused} are excused"
+    print(f"{record.path}: {counts}; {left} of this call are left to run")
     return int(bool(unexplained))
 
 
@@ -137,6 +139,18 @@ def blamed(survivor: Outcome, known: Sequence[Reason]) -> bool:
     """Whether nothing excuses a survivor. Reasons why a check is missing are those of our own backends."""
     why = reason_of(survivor, known)
     return why is None or (theirs(survivor) and why.verdict == "hole")
+
+
+def told_of(one: Outcome, known: Sequence[Reason]) -> str:
+    """What became of a mutant, and of a survivor what `known` says about it."""
+    change = f"{one.id} `{one.before}` -> `{one.after}`, {one.runs} runs, {one.seconds:.1f} s"
+    if one.killed:
+        return f"{one.check} on {one.case}, {one.schedule}: {change}"
+    why = reason_of(one, known)
+    if why is None:
+        return f"SURVIVED, a hole without a reason: {change}"
+    fate = "equivalent" if excuses(why) else "a hole" if blamed(one, known) else "a hole that is excused"
+    return f"SURVIVED, {fate}: {change}: {why.why}"
 
 
 def _search(record: Record, selection: Selection, effort: Effort) -> int:
@@ -199,8 +213,9 @@ def _alone(name: str | None, text: str | None, plan: Plan) -> int:
         raise ValueError(f"no program of this selection has a mutant {name!r}; ids begin with the text's SHA-256")
     if not wanted:
         raise ValueError(_no_instruction(str(text), [mutant for _, mutant in found]))
+    known = reasons()
     for subject, mutant in wanted:
-        print(_told(examine(subject, mutant)), flush=True)
+        print(told_of(examine(subject, mutant), known), flush=True)
     return 0
 
 
@@ -209,12 +224,6 @@ def _no_instruction(text: str, every: Sequence[Mutant]) -> str:
     like = get_close_matches(text, kinds, 1)
     guess = f"; did you mean {like[0]}?" if like else ""
     return f"no instruction of this selection has {text!r} in its text; those that order are {', '.join(kinds)}{guess}"
-
-
-def _told(one: Outcome) -> str:
-    fate = f"{one.check} on {one.case}, {one.schedule}" if one.killed else "SURVIVED"
-    same = " (the same machine code)" if one.same_code else ""
-    return f"{fate}{same}: {one.id} `{one.before}` -> `{one.after}`, {one.runs} runs, {one.seconds:.1f} s"
 
 
 def _call(given: Sequence[str], planned: int) -> Ran:

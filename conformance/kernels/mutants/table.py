@@ -61,8 +61,9 @@ class Reason:
 
 
 def theirs(one: Outcome) -> bool:
-    """Whether it is about a program of a backend that is no part of the project."""
-    return ":" in one.program.partition(" ")[0]
+    """Whether it is about a program of a backend that is no part of the project, as `backends.cutedsl:CTA_PAIRS` is."""
+    backend = one.program.partition(" ")[0]
+    return ":" in backend and not backend.startswith("backends.")
 
 
 def reasons(path: Path = REASONS) -> list[Reason]:

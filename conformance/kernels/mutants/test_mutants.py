@@ -28,7 +28,7 @@ from conformance.kernels.mutants.campaign import (
     run,
     subjects,
 )
-from conformance.kernels.mutants.command import blamed
+from conformance.kernels.mutants.command import blamed, told_of
 from conformance.kernels.mutants.journal import Ran
 from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION, Edit, LaunchEdit, Mutant, instructions, mutants
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunt
@@ -510,6 +510,28 @@ def test_a_hole_excuses_no_backend_of_somebody_s_own() -> None:
     assert not blamed(replace(own, reached=True), [asked]), "the machine was asked about this mutant"
     assert blamed(replace(own, reached=True), [replace(asked, program="*sm_90a*")]), "it names programs of ours"
     assert blamed(ours, []), "a survivor without a reason"
+    pairs = replace(ours, program="backends.cutedsl:CTA_PAIRS sm_100a nvfp4_moe:tokens=1 a")
+    assert not blamed(pairs, known), "another rule of our own backend is ours"
+
+
+def test_a_survivor_is_printed_with_its_reason() -> None:
+    ours = Outcome("a/drop/1.0", "ptx sm_90a fmha:hd=64,t=1,s_k=1 a", "rounding", 1, "no such;", "")
+    hole, equal = Reason("hole", "a check is missing"), Reason("equivalent", "nothing can tell", any_program=True)
+    own = replace(ours, program="mine:BACKEND sm_90a fmha:hd=64,t=1,s_k=1 a")
+    asked = Reason("hole", "nobody has asked", reached=False, any_program=True)
+    for one, reason, fate in (
+        (ours, hole, "SURVIVED, a hole that is excused: "),
+        (ours, equal, "SURVIVED, equivalent: "),
+        (own, equal, "SURVIVED, equivalent: "),
+        (replace(own, reached=False), asked, "SURVIVED, a hole: "),
+    ):
+        told = told_of(one, [reason])
+        assert told.startswith(fate), f"{told!r} does not begin with {fate!r}"
+        assert told.endswith(f": {reason.why}"), f"{told!r} does not end with the reason {reason.why!r}"
+    assert told_of(ours, []).startswith("SURVIVED, a hole without a reason: "), told_of(ours, [])
+    killed = replace(ours, check="rule:race", case="fmha:hd=64,t=1,s_k=1", schedule="eager")
+    assert hole.why not in (told := told_of(killed, [hole])), f"a killed one needs no reason: {told}"
+    assert told.startswith("rule:race on fmha:hd=64,t=1,s_k=1, eager: "), told
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ import pytest
 from pebble import ProcessPool
 
 from conformance.fakes import backends as fake_backends
-from megamoe.judge.worker import interrupts_held_back, worker_pool
+from megamoe.judge.worker import worker_pool
 from megamoe.runner.child import Confinement, give_memory_back, resident_mib
+from megamoe.runner.forks import interrupts_held_back
 from megamoe.runner.process import RunnerDiedError, nursery
 
 LOOK = """
@@ -43,8 +44,15 @@ def pool() -> Iterator[ProcessPool]:
     pool.join()
 
 
-IN_THE_SERVER = ("contract", "runner", "records", "spec", "judge.worker", "judge.quiet_start")
+IN_THE_SERVER = ("contract", "runner", "records", "spec", "judge.worker")
 """Rooms of megamoe that run no kernel and know no output."""
+
+
+def unclean(modules: list[str]) -> list[str]:
+    """Those of ours that run a kernel or know an output."""
+    ours = [name for name in modules if name.split(".")[0] in ("megamoe", "backends", "conformance")]
+    clean = tuple(f"megamoe.{room}." for room in IN_THE_SERVER)
+    return [name for name in ours if name not in ("megamoe", "megamoe.judge") and not f"{name}.".startswith(clean)]
 
 
 def test_the_server_holds_nothing_that_runs_a_kernel_or_knows_an_output(pool: ProcessPool, tmp_path: Path) -> None:
@@ -54,10 +62,8 @@ def test_the_server_holds_nothing_that_runs_a_kernel_or_knows_an_output(pool: Pr
     fork.start()
     fork.join()
     found = json.loads(path.read_text())
-    ours = {name for name in found["modules"] if name.split(".")[0] in ("megamoe", "backends", "conformance")}
-    clean = {"megamoe", "megamoe.judge"}
-    clean |= {name for name in ours if any(f"{name}.".startswith(f"megamoe.{room}.") for room in IN_THE_SERVER)}
-    assert not ours - clean, f"the server has imported {sorted(ours - clean)}, so that its workers do not start clean"
+    held = unclean(found["modules"])
+    assert not held, f"the server has imported {held}, so that its workers do not start clean"
     assert not found["cuda"], "a fork of a process that has initialised CUDA cannot use it"
     assert found["threads"] == 1, "a fork while another thread holds a lock hangs"
     assert found["interrupts"], "Ctrl-C would reach a worker that starts"
@@ -138,6 +144,34 @@ def test_files_in_the_current_folder_shadow_nothing_in_a_worker(tmp_path: Path) 
     command = [sys.executable, "-P", "-c", program]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert ended.stdout.strip() == "3", f"no worker came to be: {ended.stderr[-600:]}"
+
+
+ASKS = """
+from pathlib import Path
+from megamoe.runner.process import nursery
+Path("runs").open("a").write("run\\n")
+if __name__ == "__main__":
+    with nursery(torch=True).runner("the looker") as runner:
+        print(runner.ask("look:seen", {}, 60.0).told["seen"])
+"""
+LOOKS = """
+import sys
+from megamoe.runner.wire import Frame
+def seen(request):
+    return Frame({"seen": " ".join(sorted(sys.modules))})
+"""
+
+
+def test_a_keeper_that_holds_torch_has_never_run_the_main_file(tmp_path: Path) -> None:
+    """multiprocessing would run it again in what it forks, and a runner would start with whatever it has imported."""
+    (tmp_path / "asks.py").write_text(ASKS)
+    (tmp_path / "look.py").write_text(LOOKS)
+    command = [sys.executable, "asks.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    held = ended.stdout.split()
+    assert "torch" in held, f"the runner has to import torch: {ended.stderr[-600:]}"
+    assert (tmp_path / "runs").read_text() == "run\n", "the main file ran in the server, or in the keeper"
+    assert not unclean(held), f"the runner starts with {unclean(held)}"
 
 
 def test_memory_that_is_held_is_limited_where_addresses_cannot_be() -> None:

@@ -1,4 +1,4 @@
-"""What ptxas 13.0 makes of random programs where no change of the text says it (as_ptxas.py): least programs, by class.
+"""What ptxas 13.0 makes of random programs, by classes: the least programs that show it on an H200.
 
 `least.json` has, of each program that smallest.py made small on an H200, the statements that stay, a word of the output
 that the levels of ptxas part in, what -O0 left there (`right`) and what the level of the program left (`left`).
@@ -104,26 +104,51 @@ ERRATA = (
         (r"abs\.f16x2 %r\d+, (%r\d+);", r"ex2\.approx|\.sat"),
     ),
     Erratum(
+        "one comparison for two turns",
+        "In an unrolled loop the comparison that a turn begins with is made with that of the next one, of what the "
+        "turn itself leaves.",
+        (r"setp\.\w+\.f16x2 .*mad\.hi\.u32", _LOOP),
+    ),
+    Erratum(
         "an addition of a loop is lost",
-        "`mad.hi.u32` that adds to its own result in an unrolled loop adds once less.",
+        "`mad.hi.u32` that adds to its own result in an unrolled loop adds less often.",
         (r"mad\.hi\.u32 (%r\d+), (%r\d+), (%r\d+), (%r\d+);", _LOOP, r"^(?!.*testp)(?!.*xor\.pred)"),
     ),
     Erratum(
         "the second of two comparisons",
-        "`setp` of two halves, of whose predicates only the second is used, with an operand of a narrow load: the "
-        "upper half of one operand is compared with the lower half of the other.",
+        "`setp` of two halves, of whose predicates only the second is used, with an operand of a narrow load: its "
+        "lower half is taken for the upper one, too.",
         (r"setp\.\w+\.b?f16x2 %p\d\|%p\d", r"ld\.\w+(\.nc)?\.[us](8|16)"),
     ),
     Erratum(
+        "a question to the lanes that are left",
+        "`elect.sync` or `vote.sync.uni` of all lanes is moved into a loop that lanes leave at different turns, and "
+        "asks those alone that are still there.",
+        (r"(elect|vote)\.sync.*@%p\d bra L\d+; sub\.u32 %l\d", _LOOP),
+    ),
+    Erratum(
         "a guard that a loop changes",
-        "In a loop behind a branch on a predicate, instructions under this predicate are made as if it stayed as it "
-        "was, although the loop sets it anew.",
+        "In a loop behind a branch on a predicate, what this predicate guards, and what it keeps where its guard does "
+        "not hold, is made as if it stayed as it was, although the loop sets it anew.",
         (r"@!?%p\d bra", _LOOP, r"(setp|testp|(and|xor|not)\.pred|lop3)\S* %"),
     ),
     Erratum(
         "an unordered comparison behind a branch",
-        "`setp.gtu.ftz.f32`, whose predicate guards one instruction, which then runs against it, or does not.",
+        "The predicate of `setp.gtu.ftz.f32` becomes one with that of a branch (FSETP.GTU.AND, without .FTZ), and "
+        "subnormal operands are no longer flushed.",
         (r"setp\.gtu\.ftz\.f32 (%p\d), [^;]*;.* @!?\1 ",),
+    ),
+    Erratum(
+        "a transposed matrix of equal registers",
+        "`movmatrix` of what all lanes have the same of, such as a ballot, is taken for the same in all lanes: a "
+        "`shfl` of it is dropped. But its rows are the operand's columns.",
+        (r"movmatrix", r"shfl"),
+    ),
+    Erratum(
+        "an instruction behind a join",
+        "An instruction is moved behind the join of a branch, one of whose arms has overwritten its operand or its "
+        "guard.",
+        (r"@%q1 bra",),
     ),
 )
 
@@ -163,8 +188,9 @@ def page() -> str:
         "Made by `python -m conformance.silicon.whole.errata --page`; a test keeps it current. Of 100,000 random",
         "programs without undefined behaviour some leave other bytes on an H200 by -O1 or -O3 of ptxas 13.0 than by",
         "-O0, and by -O0 those that the machine leaves. [The record](../results/records/random_programs.txt) counts",
-        "them, [conformance/silicon](../conformance/silicon/README.md) has the faults that a changed text says. Of",
-        f"the others {len(least())} were made small on the H200 by `smallest.py` there. What is left of each is in",
+        "them. Of each that ran to its end a change of its text is known with which the machine leaves the H200's",
+        "bytes, too; [conformance/silicon](../conformance/silicon/README.md) lists the frequent ones. Of the rare ones",
+        f"{len(least())} programs were made small on the H200 by `smallest.py` there. What is left of each is in",
         "`conformance/silicon/whole/least.json`: the machine finds nothing undefined in any, and leaves what -O0 left.",
         "Here is the least of each kind, without labels, what orders threads, and what loads and stores registers.",
         "",

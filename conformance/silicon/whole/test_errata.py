@@ -30,6 +30,7 @@ def test_another_word_is_noticed() -> None:
 def test_each_class_has_a_program_and_no_program_is_of_o0() -> None:
     found = {kind.name for one in least() if (kind := class_of(one))}
     assert found == {kind.name for kind in ERRATA}, "a class without a program"
+    assert not [one.number for one in least() if class_of(one) is None], "a program without a class"
     assert not [one.number for one in least() if level_of(one.number) == "-O0"]
 
 

@@ -1,0 +1,71 @@
+"""A drawn program's text, taken apart into instructions and put together again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from conformance.silicon.whole.cuts import PIECE
+
+_INSTRUCTION = re.compile(r"[\s{}]*(@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)(?:, ([^;]*))?;")
+_NO_RESULT = re.compile(r"st\.|red\.|bra|brx|bar\.(sync|arrive|warp)|barrier|fence|cp\.|wgmma\.(fence|commit|wait)")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """Of piece `at`: `guard` with its @ and a space behind it, or ""; `into` its first operand, `rest` the others."""
+
+    at: int
+    guard: str
+    opcode: str
+    into: str
+    rest: str
+
+    @property
+    def text(self) -> str:
+        """The statement."""
+        return f"{self.guard}{self.opcode} {self.into}{', ' if self.rest else ''}{self.rest};"
+
+    @property
+    def unguarded(self) -> str:
+        """The statement without its guard."""
+        return self.text[len(self.guard) :]
+
+    @property
+    def unless(self) -> str:
+        """The guard that holds where this one's does not; "" for none."""
+        return self.guard.replace("@!", "@") if "!" in self.guard else self.guard.replace("@", "@!")
+
+    @property
+    def results(self) -> frozenset[str]:
+        """Registers that it writes."""
+        none = _NO_RESULT.match(self.opcode) or "[" in self.into
+        return frozenset() if none else frozenset(re.findall(r"%\w+", self.into))
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Registers of its operands and of its guard."""
+        return frozenset(re.findall(r"%\w+", f"{self.guard} {self.rest}"))
+
+
+Program = Sequence[Instruction]
+"""In the order of the text."""
+
+
+def instructions(pieces: Sequence[str]) -> list[Instruction]:
+    """All of the pieces that are instructions."""
+    found = [(at, _INSTRUCTION.match(one)) for at, one in enumerate(pieces)]
+    return [Instruction(at, *(part or "" for part in one.groups())) for at, one in found if one]
+
+
+def parted(text: str) -> tuple[str, list[str]]:
+    """The frame, and the pieces behind its first barrier."""
+    start = text.index("\n", text.index("mbarrier.init"))
+    return text[:start], PIECE.findall(text[start:])
+
+
+def joined(pieces: Sequence[str], instead: Mapping[int, str]) -> str:
+    """The pieces, some of them replaced; braces before them stay."""
+    leads = [one[: len(one) - len(one.lstrip(" \n{}"))] for one in pieces]
+    return "".join(leads[at] + instead[at] if at in instead else one for at, one in enumerate(pieces))

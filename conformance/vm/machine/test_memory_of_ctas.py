@@ -1,0 +1,71 @@
+"""What has ended is free at once: CTAs and machines are in no cycles, which only a search by Python's collector ends.
+
+A CTA has up to 228 KiB of shared memory and 256 KiB of tensor memory, each with the clocks of its granules. The cycles
+of a run were a hundred MiB that stayed until a search, and each such search took tenths of a second.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from backends.vm.machine.cta import Cluster, Cta
+from backends.vm.machine.machine import Machine
+from backends.vm.memory.mbarrier import MBarrier
+from backends.vm.memory.shared import SharedMemory
+from backends.vm.memory.tmem import TensorMemory
+from conformance.vm.kernel import EVERY_SCHEDULE, copy_kernel
+from conformance.vm.machine.test_cluster_life import MEET, USES, kernel
+from conformance.vm.tensor_kernel import mma_kernel
+
+PARTS = (Machine, Cta, SharedMemory, TensorMemory, MBarrier)
+KERNELS = {
+    "copies and mbarriers": copy_kernel(launches=2),
+    "a tensor core": mma_kernel(buffers={"out": np.zeros(128, np.float32)}),
+    "a cluster": kernel(USES["an atomic"], leave=MEET),
+}
+
+
+def alive() -> dict[str, int]:
+    """How many parts of machines there are, by class."""
+    there = gc.get_objects()
+    return {part.__name__: sum(type(one) is part for one in there) for part in PARTS}
+
+
+@contextmanager
+def no_search_for_cycles() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_machine_and_its_ctas_are_free_at_once(name: str, schedule: str) -> None:
+    with no_search_for_cycles():
+        before = alive()
+        KERNELS[name].run(schedule)
+        assert alive() == before, f"{name}: what ran under {schedule} is still there after its machine"
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
+@pytest.mark.parametrize("name", KERNELS)
+def test_ctas_are_free_while_their_machine_lives(name: str, schedule: str) -> None:
+    with no_search_for_cycles():
+        machine, before = Machine(schedule), alive()
+        KERNELS[name].launch(machine)
+        left = {part: count - before[part] for part, count in alive().items() if part != "Machine"}
+        assert not any(left.values()), f"{name}: {left} are there after the launch, under {schedule}"
+
+
+def test_ctas_that_hold_each_other_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cluster, "part", lambda cluster: None)
+    with pytest.raises(AssertionError, match="still there"):
+        test_a_machine_and_its_ctas_are_free_at_once("a cluster", "eager")
