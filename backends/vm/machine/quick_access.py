@@ -168,7 +168,7 @@ class QuickAccess:
         if answer == NO:
             return NO
         if self._site is not None and (waited := machine.races.lasting(buffer, warp.clock)) is not None:
-            # The buffer keeps the place; behind this launch and after any change nobody looks there.
+            # The launch keeps the place; behind it and after any change nobody looks there.
             self._site[: SITE["program"]] = (
                 code_of(perform), self._stores, buffer.base, place.address, warp.cta.launch, CHANGES[0], waited
             )  # fmt: skip
