@@ -511,7 +511,13 @@ def _started() -> Nursery:
 
 def _forked() -> Nursery:
     # Most commands start no server, and then they need not import what starts one.
+    from multiprocessing import current_process
+
     from megamoe.runner.forks import forked_keeper
+
+    if current_process().daemon:
+        # multiprocessing gives such a process, a worker of somebody's pool, no children; it may have others.
+        return _started()
 
     mine, its = socket.socketpair()
     with its:

@@ -168,7 +168,10 @@ class Machine:
                 nullcontext() if self.observer is None else self.observer.launch(run),
                 collecting(run.met if self.findings is None else run.found),
             ):
-                run.to_the_end()
+                try:
+                    run.to_the_end()
+                finally:
+                    run.leave()
                 self.note_last(function)
                 if self.looks_after_each:
                     self.check_outcome()

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -296,8 +297,31 @@ def _python(tree: Path, *arguments: str, status: int = 0) -> str:
     return done.stdout
 
 
-def _tests(tree: Path, *arguments: str) -> str:
-    return _python(tree, "-m", "pytest", "-q", *arguments)
+LAWS = "conformance/kernels/laws/test_laws.py"
+OPCODES = ("conformance/vm/isa/test_byte_sums.py", "conformance/vm/isa/test_coverage.py")
+SPECS = ("conformance/meta/spec/test_spec.py", "conformance/meta/house/test_more_than_one_op.py")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tree: Path) -> dict[str, Counter[str]]:
+    """How the tests of the tree that know of what was added end, by file. One process, which imports torch once."""
+    (tree / "results" / "coverage.md").write_text(_python(tree, "-m", "backends.vm.coverage"))
+    those = " or ".join(Path(file).stem for file in (*OPCODES, *SPECS))
+    chosen = ("-k", f"(test_laws and rmsnorm and not gpu) or {those}", "--case", "rmsnorm:rows=3,hidden=96")
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", LAWS, *OPCODES, *SPECS, *chosen]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=300, check=False)
+    found: dict[str, Counter[str]] = {file: Counter() for file in (LAWS, *OPCODES, *SPECS)}
+    for outcome, file in re.findall(r"^(PASSED|FAILED|ERROR) (\S+?\.py)", done.stdout, re.MULTILINE):
+        found[file][outcome.lower()] += 1
+    assert sum(found.values(), Counter[str]())["passed"], f"no test ran: {done.stdout}{done.stderr}"
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("E   ", "FAILED", "ERROR"))]
+    print("\n".join(failed))
+    return found
+
+
+def _all_passed(outcomes: dict[str, Counter[str]], *files: str) -> None:
+    for file in files:
+        assert set(outcomes[file]) == {"passed"}, f"{file} in the tree: {dict(outcomes[file])}"
 
 
 def _differing(tree: Path) -> Iterator[str]:
@@ -334,21 +358,17 @@ def test_a_new_op_runs_and_its_gate_opens_once_it_is_accepted(tree: Path) -> Non
     assert "8 rows" in _python(tree, *megamoe, "gate", "op.jsonl")
 
 
-def test_a_new_opcode_is_tested_and_in_the_table(tree: Path) -> None:
-    table = _python(tree, "-m", "backends.vm.coverage")
-    assert "| `sad.u8x4` | 9.7.1.7 | document |" in table
-    (tree / "results" / "coverage.md").write_text(table)
-    _tests(tree, "conformance/vm/isa/test_byte_sums.py", "conformance/vm/isa/test_coverage.py")
+def test_a_new_opcode_is_tested_and_in_the_table(tree: Path, outcomes: dict[str, Counter[str]]) -> None:
+    assert "| `sad.u8x4` | 9.7.1.7 | document |" in (tree / "results" / "coverage.md").read_text()
+    _all_passed(outcomes, *OPCODES)
 
 
-def test_the_laws_of_every_op_are_tried_on_the_new_one(tree: Path) -> None:
-    laws = "conformance/kernels/laws/test_laws.py"
-    said = _tests(tree, laws, "-k", "rmsnorm and not gpu", "--case", "rmsnorm:rows=3,hidden=96")
-    assert "8 passed" in said, f"3 laws on 2 targets, and 2 tests of the laws: {said}"
+def test_the_laws_of_every_op_are_tried_on_the_new_one(outcomes: dict[str, Counter[str]]) -> None:
+    assert outcomes[LAWS] == {"passed": 8}, f"3 laws on 2 targets, and 2 tests of the laws: {outcomes[LAWS]}"
 
 
-def test_the_tests_of_the_specs_and_of_many_ops_hold_for_what_was_added(tree: Path) -> None:
-    _tests(tree, "conformance/meta/spec/test_spec.py", "conformance/meta/house/test_more_than_one_op.py")
+def test_the_tests_of_the_specs_and_of_many_ops_hold_for_what_was_added(outcomes: dict[str, Counter[str]]) -> None:
+    _all_passed(outcomes, *SPECS)
 
 
 def test_what_was_added_keeps_the_rules_of_the_house(tree: Path) -> None:

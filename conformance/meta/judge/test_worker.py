@@ -16,6 +16,7 @@ from pebble import ProcessPool
 
 from conformance.fakes import backends as fake_backends
 from megamoe.judge.worker import worker_pool
+from megamoe.runner import process
 from megamoe.runner.child import Confinement, give_memory_back, resident_mib
 from megamoe.runner.forks import interrupts_held_back
 from megamoe.runner.process import RunnerDiedError, nursery
@@ -172,6 +173,16 @@ def test_a_keeper_that_holds_torch_has_never_run_the_main_file(tmp_path: Path) -
     assert "torch" in held, f"the runner has to import torch: {ended.stderr[-600:]}"
     assert (tmp_path / "runs").read_text() == "run\n", "the main file ran in the server, or in the keeper"
     assert not unclean(held), f"the runner starts with {unclean(held)}"
+
+
+def test_a_worker_of_somebody_s_pool_has_a_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing lets a daemon have no children of its own."""
+    monkeypatch.setattr(process, "_OWN", {})
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # pyright: ignore
+    keeper = nursery(torch=True)
+    with keeper.runner("the small") as runner:
+        assert runner.ask(f"{fake_backends.__name__}:hold_memory", {"bytes": 8, "seconds": 0}, 60.0).told["held"] == 8
+    keeper.close()
 
 
 def test_memory_that_is_held_is_limited_where_addresses_cannot_be() -> None:

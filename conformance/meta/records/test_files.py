@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import multiprocessing
@@ -15,6 +14,7 @@ from random import Random
 import pytest
 
 from conformance import ROOT
+from conformance.fakes.endless_writer import append_for_ever
 from conformance.fakes.results import ACCEPTANCE, AGREEMENT, figures, header, record, timing
 from megamoe.contract import Program, Row
 from megamoe.contract.program import MAX_PTX
@@ -174,19 +174,11 @@ def test_a_torn_line_of_any_kind_is_set_aside(tmp_path: Path, line: AnyLine) -> 
         assert f"({kept} bytes without a newline)" in found.torn
 
 
-def _append_for_ever(path: Path) -> None:
-    filler = timing([[1.0] * 5000])
-    with RecordWriter(path) as writer:
-        for number in itertools.count():
-            writer.append(record_of("r", ROW, "failed", "x" * (number * 997 % 9000)))
-            writer.append(filler)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_a_kill_at_any_instant_leaves_whole_lines_and_at_most_a_torn_last_one(tmp_path: Path, seed: int) -> None:
     random = Random(seed)
-    path = tmp_path / "r.jsonl"
-    writer = multiprocessing.get_context("spawn").Process(target=_append_for_ever, args=(path,))
+    path, filler = tmp_path / "r.jsonl", timing([[1.0] * 5000])
+    writer = multiprocessing.get_context("spawn").Process(target=append_for_ever, args=(path, ROW, filler))
     writer.start()
     size, deadline = random.randrange(1, 2_000_000), time.monotonic() + 60
     while time.monotonic() < deadline and (not path.exists() or path.stat().st_size < size):
