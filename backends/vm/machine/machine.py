@@ -176,7 +176,6 @@ class Machine:
                 if self.looks_after_each:
                     self.check_outcome()
         finally:
-            run.leave()
             # As Cluster.part: a launch that has ended keeps no machine.
             self.running = None
 
