@@ -404,7 +404,7 @@ class _Run:
         for item, function in items:
             guard = (0, 0, 0) if item.guard is None else (1 + item.guard[1], *place_of((1, item.guard[0])))
             places.append(len(words))
-            taken = item.in_run.words if item.in_run else [word for key in item.places for word in place_of(key)]
+            taken = item.in_run.words() if item.in_run else [word for key in item.places for word in place_of(key)]
             words += [function, *guard, len(taken), *taken]
         self._program = np.array(words, np.int64)
         base: int = address_of(self._program)

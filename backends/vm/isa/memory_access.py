@@ -173,7 +173,7 @@ def _of_parameter(base: Key, element: int, size: int, registers: Mapping[int, Ke
     if element not in (4, 8) or not registers or any(width != 8 * element for width, _ in registers.values()):
         return None
     places = [word for column, key in registers.items() for word in (*place_of(key), column)]
-    return RunAccess(of_parameters(element, len(registers)), (*place_of(base), size, *places), _nothing_left)
+    return RunAccess(of_parameters(element, len(registers)), lambda: (*place_of(base), size, *places), _nothing_left)
 
 
 def _nothing_left(warp: Warp, answer: int) -> None:

@@ -15,7 +15,7 @@ from backends.vm.counting import address_of
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, SCRATCH_PLACES, Key, place_of
 from backends.vm.machine.run_access import SITE, RunAccess, of_global, of_shared
-from backends.vm.memory.access_code import CHANGES, NO, NO_ROOM, MemoryWords, OnDemand, code_of
+from backends.vm.memory.access_code import CHANGES, NO, NO_ROOM, OnDemand, code_of
 from backends.vm.memory.compiled_access import CONFLICT, SERVED_SHIFT, Kind, Perform, performer, program
 from backends.vm.memory.definedness import Missing
 from backends.vm.memory.global_memory import SHARED_WINDOW, WINDOW_SHIFT
@@ -75,10 +75,9 @@ class QuickAccess:
         self._shared, self._global = _codes(stores, width // 8, element, signed, sizes)
         places = SCRATCH_PLACES if rows else [(0, 0) if key is None else place_of(key) for key in registers]
         words = program(place_of((width, self._row)), self._offset, line, places)
-        self._site = np.concatenate([np.zeros(SITE["program"], np.int64), words])
-        self._site[SITE["stores"]] = stores
-        self._held: MemoryWords | None = None
-        self._program_address: int = address_of(self._site[SITE["program"] :])
+        self._program = words
+        self._site: npt.NDArray[np.int64] | None = None
+        self._program_address: int = address_of(words)
 
     def in_run(self, look_at: Callable[[Warp, int], object] | None = None) -> RunAccess | None:
         """The access as a run of machine code has it; None if it has to be asked one by one. `look_at`: what the
@@ -92,7 +91,14 @@ class QuickAccess:
                 look_at(warp, answer)
 
         function = of_global() if self._space == "global" else of_shared()
-        return RunAccess(function, (address_of(self._site),), after)
+        return RunAccess(function, self._words, after)
+
+    def _words(self) -> tuple[int, ...]:
+        """What a run takes of this access. It looks for nothing before the first run has asked."""
+        if self._site is None:
+            self._site = np.concatenate([np.zeros(SITE["program"], np.int64), self._program])
+            self._site[SITE["stores"]] = self._stores
+        return (address_of(self._site),)
 
     def perform(self, warp: Warp) -> int:
         """What the machine code answers. After NO nothing has been done."""
@@ -128,7 +134,8 @@ class QuickAccess:
             cta.smem.keep_readings_of(NO_ROOM - answer)
         if answer == NO:
             return NO
-        self._site[SITE["performer"]] = code_of(perform)
+        if self._site is not None:
+            self._site[SITE["performer"]] = code_of(perform)
         self.count(warp, answer)
         if self._stores:
             cta.machine.engine.events += 1
@@ -160,8 +167,8 @@ class QuickAccess:
                          warp.seen_address, buffer.base, mark, warp.meetings, warp.agent)  # fmt: skip
         if answer == NO:
             return NO
-        if (waited := machine.races.lasting(buffer, warp.clock)) is not None:
-            self._held = place
+        if self._site is not None and (waited := machine.races.lasting(buffer, warp.clock)) is not None:
+            # The launch keeps the place; behind it and after any change nobody looks there.
             self._site[: SITE["program"]] = (
                 code_of(perform), self._stores, buffer.base, place.address, warp.cta.launch, CHANGES[0], waited
             )  # fmt: skip

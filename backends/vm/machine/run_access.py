@@ -38,7 +38,7 @@ class RunAccess:
     an answer that it has to look at."""
 
     function: int
-    words: tuple[int, ...]
+    words: Callable[[], tuple[int, ...]]
     after: Callable[[Warp, int], object]
 
 

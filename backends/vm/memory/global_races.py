@@ -284,6 +284,7 @@ class GlobalRaces:
         self.chain = LaunchChain()
         self.stored = False
         self._shadows: dict[int, Shadow] = {}
+        self._places: list[MemoryWords] = []
         self._partial = np.zeros(MAX_AGENTS, np.bool_)
 
     def begin_launch(self, kernel: str, *, dependent: bool = False) -> None:
@@ -294,6 +295,7 @@ class GlobalRaces:
         self.releases.clear()
         self._partial[:] = False
         self._shadows = {}
+        self._places = []
         self.stored = False
 
     def begin_cluster(self, first: Dim3) -> int:
@@ -391,6 +393,7 @@ class GlobalRaces:
                 marks = (shadow.base, shadow.shift, shadow.writer, shadow.reader, shadow.line, shadow.read_line,
                          shadow.lanes.lane, shadow.lanes.met)  # fmt: skip
             known = buffer.place = MemoryWords(buffer.data.size, buffer.data, buffer.state, *marks, self._partial)
+            self._places.append(known)
         return known
 
     def lasting(self, buffer: Buffer, clock: Clock) -> int | None:
