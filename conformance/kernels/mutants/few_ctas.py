@@ -68,12 +68,20 @@ def on_few_ctas(build: Build, spec: Spec, case: Case, text: str) -> dict[int, li
                 for tokens in fewest)  # fmt: skip
         return next((one for case in lone if (one := _on(build, spec, case, 1, text)) is not None), None)
 
+    def narrow(size: tuple[int, int], tokens: int) -> Sized | None:
+        """One token to an expert: of the tiles that a text is made for, the narrowest, and several of it on the CTA."""
+        sized = spec.vary(
+            case, hidden=size[0], intermediate=128, num_experts=2, topk=1, load="one_token", tokens=tokens
+        )
+        return _on(build, spec, sized, 1, text)
+
     fewer = (*(tokens for tokens in TOKENS if tokens < own), own)
     for load, tokens, size in product(dict.fromkeys(("skewed", case["load"])), fewer, SIZES):
         made = {count: one for count in COUNTS if (one := of(size, load, tokens, count)) is not None}
         if made:
             sizes = SHORT[stage] if tokens < MANY else ()
             short = [one for size in sizes if (one := shortest(size) or of(size, load, tokens, 1)) is not None]
+            short += [one for tokens in TOKENS if (one := narrow(size, tokens)) is not None][:1]
             return {count: [one, *(short if count == 1 else ())] for count, one in made.items()}
     return {}
 
