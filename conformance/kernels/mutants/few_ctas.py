@@ -34,6 +34,9 @@ MANY = 128
 """Tokens of which the first of SIZES has several tiles a CTA, and SHORT takes ten seconds and more."""
 SEQUENCES, KEYS = 4, {64: 500, 128: 400, 256: 300, 512: 200}
 """Sequences and, by head dimension, their keys, with which CuTeDSL's attention on one CTA fills its rings twice."""
+RAGGED_KV_HEADS = 6
+"""At least, of sequences of their own lengths. Two of these on one CTA are twelve work items, which fill each of two
+stages of Q six times: an mbarrier that counts one of eight arrivals too few covers a whole warpgroup after four."""
 
 Sized = tuple[Case, Program | HostProgram]
 Build = Callable[[Case], Program | HostProgram | None]
@@ -44,7 +47,8 @@ def on_few_ctas(build: Build, spec: Spec, case: Case, text: str) -> dict[int, li
     """Programs by their CTAs, of cases like `case` that build `text`; none where there is no such case.
 
     A grouped GEMM: skewed if that builds `text`, of the first of TOKENS and SIZES that do, and on one CTA of SHORT too.
-    Attention: SEQUENCES of KEYS on one CTA, or the sequences of the case if they have their own lengths.
+    Attention: SEQUENCES of KEYS on one CTA, or the sequences of the case if they have their own lengths, with
+    RAGGED_KV_HEADS or more.
     """
     if case.op == "fmha":
         return _attention(build, spec, case, text)
@@ -64,19 +68,31 @@ def on_few_ctas(build: Build, spec: Spec, case: Case, text: str) -> dict[int, li
                 for tokens in fewest)  # fmt: skip
         return next((one for case in lone if (one := _on(build, spec, case, 1, text)) is not None), None)
 
+    def narrow(size: tuple[int, int], tokens: int) -> Sized | None:
+        """One token to an expert: of the tiles that a text is made for, the narrowest, and several of it on the CTA."""
+        sized = spec.vary(
+            case, hidden=size[0], intermediate=128, num_experts=2, topk=1, load="one_token", tokens=tokens
+        )
+        return _on(build, spec, sized, 1, text)
+
     fewer = (*(tokens for tokens in TOKENS if tokens < own), own)
     for load, tokens, size in product(dict.fromkeys(("skewed", case["load"])), fewer, SIZES):
         made = {count: one for count in COUNTS if (one := of(size, load, tokens, count)) is not None}
         if made:
             sizes = SHORT[stage] if tokens < MANY else ()
             short = [one for size in sizes if (one := shortest(size) or of(size, load, tokens, 1)) is not None]
+            short += [one for tokens in TOKENS if (one := narrow(size, tokens)) is not None][:1]
             return {count: [one, *(short if count == 1 else ())] for count, one in made.items()}
     return {}
 
 
 def _attention(build: Build, spec: Spec, case: Case, text: str) -> dict[int, list[Sized]]:
     # Sequences of their own lengths have as many keys as their totals say.
-    sized = case if case["ragged"] else spec.vary(case, s_k=KEYS[case.int("hd")], batch=SEQUENCES)
+    if case["ragged"]:
+        kv_heads = max(case.int("kv_heads"), RAGGED_KV_HEADS if case["kv"] == "apart" else 1)
+        sized = spec.vary(case, heads=case.int("heads") // case.int("kv_heads") * kv_heads, kv_heads=kv_heads)
+    else:
+        sized = spec.vary(case, s_k=KEYS[case.int("hd")], batch=SEQUENCES)
     one = _on(build, spec, sized, 1, text)
     return {1: [one]} if one is not None else {}
 

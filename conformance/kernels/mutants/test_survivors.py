@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from backends.cutedsl.device import WARPGROUP
 from backends.cutedsl.sm90_fmha.plan import LONE_KEYS, SHORT_KEYS
 from backends.vm.machine.cta import Cta
 from conformance.kernels.mutants.campaign import Built, Outcome, Record, collected, program_of
-from conformance.kernels.mutants.mutant import mutants, program_id
+from conformance.kernels.mutants.mutant import instructions, mutants, program_id
 from conformance.kernels.mutants.table import RECORD, reasons, survivors
 from megamoe.contract import HostProgram, Program, RunOptions
 from megamoe.spec.load import load_specs
@@ -71,3 +72,28 @@ def test_one_softmax_warpgroup_gives_way_to_nobody(hd: int, mbarriers: int, monk
 def test_a_lone_warpgroup_has_16_parts_at_most() -> None:
     parts = SHORT_KEYS // LONE_KEYS
     assert parts <= 16, f"a short cache has {parts} parts, and survivors.yaml says that none has part 26"
+
+
+def _after(ptx: str, line: int) -> list[str]:
+    """What its kernel does behind a line that touches global memory or goes back: instructions, as they are spelled."""
+    code = instructions(ptx)
+    entry = next(one.entry for one in code if one.line == line)
+    behind = [one for one in code if one.entry == entry and one.line > line]
+    labels = re.findall(r"^([$\w]+):", "\n".join(ptx.splitlines()[line:]), re.MULTILINE)
+    touches = re.compile(r"(ld|st|atom|red|multimem)\.(?!param|shared)|cp\.|prefetch|griddepcontrol|fence|membar")
+    back = [one for one in behind if one.opcode.startswith("bra") and one.operands[0] not in labels]
+    return [one.spelled() for one in (*(each for each in behind if touches.match(each.opcode)), *back)]
+
+
+def test_nothing_follows_a_last_wait_for_copies() -> None:
+    """And a planted fault: much follows the first wait of that kernel."""
+    spec = load_specs(None)["nvfp4_moe"]
+    case = spec.parse_case("nvfp4_moe:hidden=256,intermediate=128,num_experts=4,tokens=20,topk=2,stage=l2")
+    program = program_of("cutedsl", "sm_100a", case)
+    assert program is not None, f"cutedsl has no program of {case.id}"
+    waits = [one for one in instructions(program.ptx) if one.opcode.startswith("cp.async.bulk.wait_group")]
+    last = [one for one in waits if one.opcode == "cp.async.bulk.wait_group"]
+    for one in last:
+        assert not (found := _after(program.ptx, one.line)), f"line {one.line}: behind its last wait it does {found}"
+    assert last, "no wait for writes is left; the reason of survivors.yaml speaks of nothing"
+    assert _after(program.ptx, waits[0].line), "nothing follows the first wait of the kernel, which has a loop"
