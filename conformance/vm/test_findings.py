@@ -443,6 +443,9 @@ def test_what_others_release_or_meet_orders_no_lane_that_has_ended_in_shared_mem
     alone = handed_over(ALL_ARRIVE, take="ld.shared.u32 %r1, [cells];")
     upper_end = "setp.gt.u32 %p3, %lane, 15; @%p3 ret;"
     right = {
+        "each lane of a matrix arrives before it ends": handed_over(
+            f"setp.gt.u32 %p3, %lane, 15; @!%p3 bra LOW; {ALL_ARRIVE} ret; LOW: {ALL_ARRIVE}", count=32, store=STMATRIX
+        ),
         "lanes meet ahead of the end of some": handed_over(f"{LANES_MEET} {OTHERS_END} {ALL_ARRIVE}"),
         "every lane arrives, and some end": handed_over(f"{ALL_ARRIVE} {upper_end} {ALL_ARRIVE}", count=48),
         "lanes that have stored nothing end": replace(

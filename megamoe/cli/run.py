@@ -38,6 +38,7 @@ from megamoe.records.lines import Agreement, AnyLine, Record, RecordError, RunHe
 from megamoe.records.provenance import digests_of, installed_version, run_header
 from megamoe.records.shards import Nth, cut_now
 from megamoe.records.signing import private_key, signed
+from megamoe.runner.process import fork_keepers_from_the_server
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import (
     DEFAULT_EXECUTOR,
@@ -76,6 +77,7 @@ def run(
 
     Writes results/runs and results/failures in the current folder. Ctrl-C leaves a record file that --resume finishes.
     """
+    fork_keepers_from_the_server()
     if output is not None:
         check_place(output, "records to")
     specs, expected = rules.specs, rules.expected

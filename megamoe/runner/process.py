@@ -3,8 +3,8 @@
 A keeper stands between: a small process that forks runners, adopts their orphans, passes on a limited share of what
 they print, and says how they ended. It has never run other people's code, so that each runner starts clean, after
 0.02 s. A worker of the judge forks its keeper before it imports anything of ours (`keeper_of_worker`). Any other
-process has one forked from the server of the workers, where its runners shall hold torch, and starts one as a fresh
-interpreter where not.
+process starts one as a fresh interpreter; a command has one forked from the server of its workers, where runners
+shall hold torch.
 """
 
 from __future__ import annotations
@@ -112,13 +112,15 @@ class _Kept:
     ended_for: int = 0
 
 
-def keep(control: socket.socket) -> NoReturn:
-    """Keeps runners for the process at the other end of `control`, and ends with it."""
+def keep(control: socket.socket, preload: Sequence[str] = ()) -> NoReturn:
+    """Keeps runners for the process at the other end of `control`, and ends with it. They begin with `preload`."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         adopt_orphans()
         keep_only([control.fileno()])
+        for name in preload:
+            __import__(name)
         _keep(control)
     except BaseException as error:
         os.write(2, f"megamoe: a keeper of runners ends: {error!r}\n".encode())
@@ -489,18 +491,30 @@ def nursery(torch: bool = False) -> Nursery:
     pid = os.getpid()
     known = _OWN.get((pid, True)) or _OWN.get((pid, torch))
     if known is None:
-        known = _OWN[pid, torch] = _forked() if torch else _started()
+        known = _OWN[pid, torch] = _forked() if torch and pid in _COMMANDS else _started(PRELOADED if torch else ())
         atexit.register(known.close)
     return known
 
 
+def fork_keepers_from_the_server() -> None:
+    """From now on, a keeper that shall hold torch is a fork of the server of the workers: this process is a command.
+
+    multiprocessing has one such server in a process. In a process of the user it is the user's.
+    """
+    _COMMANDS.add(os.getpid())
+
+
+_COMMANDS: Final[set[int]] = set()
 _OWN: Final[dict[tuple[int, bool], Nursery]] = {}
 """By the process that started them, and whether they hold torch."""
 
 
-def _started() -> Nursery:
+def _started(preload: tuple[str, ...]) -> Nursery:
     mine, its = socket.socketpair()
-    program = f"import socket\nfrom megamoe.runner.process import keep\nkeep(socket.socket(fileno={its.fileno()}))"
+    program = (
+        "import socket\nfrom megamoe.runner.process import keep\n"
+        f"keep(socket.socket(fileno={its.fileno()}), {preload!r})"
+    )
     with its:
         keeper = subprocess.Popen(
             [sys.executable, "-c", program], pass_fds=[its.fileno()], env=environment_of_servers(),
@@ -511,13 +525,7 @@ def _started() -> Nursery:
 
 def _forked() -> Nursery:
     # Most commands start no server, and then they need not import what starts one.
-    from multiprocessing import current_process
-
     from megamoe.runner.forks import forked_keeper
-
-    if current_process().daemon:
-        # multiprocessing gives such a process, a worker of somebody's pool, no children; it may have others.
-        return _started()
 
     mine, its = socket.socketpair()
     with its:

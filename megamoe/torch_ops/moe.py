@@ -296,7 +296,8 @@ def _look_at(
 
 
 def _warn_of_cut(what: str, name: str, numbers: torch.Tensor, most: float) -> None:
-    if (reached := float(numbers.abs().max())) > CUT * most:
+    # A number that is not finite must not hide those of other tokens.
+    if (reached := float(numbers.abs().where(numbers.isfinite(), 0.0).max())) > CUT * most:
         warnings.warn(
             f"{what} reaches {reached:.4g}, and {name} says {most:.4g}: what is larger is cut to that. Calibrate "
             f"{name}, or choose it larger",

@@ -428,6 +428,8 @@ class RegisterFile:
 # To make a file, with an array for each row, takes longer than many a warp runs.
 _SPARE: dict[int, list[RegisterFile]] = {}
 _MAX_SPARE = 64
+_MAX_SPARE_BYTES = 4 << 20
+"""What is kept of the files of one function."""
 _MAX_FUNCTIONS = 16
 
 
@@ -446,7 +448,7 @@ def take_registers(rows: RegisterRows, warps: int) -> list[RegisterFile]:
 def give_registers_back(file: RegisterFile) -> None:
     """Take back the registers of a warp that has ended."""
     spare = _SPARE.setdefault(id(file.rows), [])
-    if len(spare) < _MAX_SPARE:
+    if len(spare) < min(_MAX_SPARE, _MAX_SPARE_BYTES // max(file.blank.content.nbytes, 1)):
         spare.append(file)
     if len(_SPARE) > _MAX_FUNCTIONS:
         del _SPARE[next(iter(_SPARE))]

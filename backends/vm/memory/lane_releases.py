@@ -58,28 +58,39 @@ class LaneReleases:
 
         `lane` -1: it is not known which of the warp.
         """
-        releases, end = self.by_agent.get(agent, []), self._end_of(agent, lane, meetings)
-        at = bisect_right(releases, seen if end is None else min(seen, end - 1), key=lambda one: one[0])
-        if end is None and (at == 0 or releases[at - 1][:2] != (seen, meetings)):
+        releases, ends = self.by_agent.get(agent, []), self._ends(agent, lane, meetings)
+        at = bisect_right(releases, seen, key=lambda one: one[0])
+        if not ends and (at == 0 or releases[at - 1][:2] != (seen, meetings)):
             return False
+        released = 0
         while at and releases[at - 1][0] >= epoch:
             at -= 1
-            lanes = releases[at][2]
-            if lanes == EVERY or (lane >= 0 and lanes >> lane & 1):
+            when, met, lanes = releases[at]
+            # Lanes that have met release what each of them has done.
+            lanes = EVERY if met > meetings and lanes else lanes
+            for end, gone in ends:
+                if end <= when:
+                    lanes &= ~gone
+            released |= lanes
+            if released == EVERY or (lane >= 0 and released >> lane & 1):
                 return False
         return at > 0 or len(releases) < KEPT
 
     def missing_meeting(self, agent: int, lane: int, meetings: int) -> str:
         """What to say of a write that is left out."""
-        if self._end_of(agent, lane, meetings) is not None:
-            return ("that lane has ended since and released nothing, and what orders others of its warp orders no lane "
-                    "that has ended: bar.warp.sync is missing ahead of its end")  # fmt: skip
+        if self._ends(agent, lane, meetings):
+            who = ("that lane has ended since and released nothing" if lane >= 0 else
+                   "a lane of it has ended since, and not every lane has released it")  # fmt: skip
+            return (f"{who}, and what orders others of its warp orders no lane that has ended: bar.warp.sync is "
+                    "missing ahead of its end")  # fmt: skip
         return ("what orders that is a release by other lanes of that warp, which the lane has not met in between: "
                 "bar.warp.sync is missing ahead of the release")  # fmt: skip
 
-    def _end_of(self, agent: int, lane: int, meetings: int) -> int | None:
-        """The epoch in which `lane` ended, if its warp had not met more than `meetings` times by then."""
-        for epoch, met, lanes in self.ended.get(agent, ()):
-            if met == meetings and (lane < 0 or lanes >> lane & 1):
-                return epoch
-        return None
+    def _ends(self, agent: int, lane: int, meetings: int) -> list[tuple[int, int]]:
+        """The epochs in which `lane`, or any if it is not known, ended while its warp had met `meetings` times, and the
+        lanes that did."""
+        return [
+            (epoch, lanes)
+            for epoch, met, lanes in self.ended.get(agent, ())
+            if met == meetings and (lane < 0 or lanes >> lane & 1)
+        ]

@@ -148,12 +148,15 @@ def test_files_in_the_current_folder_shadow_nothing_in_a_worker(tmp_path: Path) 
 
 
 ASKS = """
+from multiprocessing import forkserver
 from pathlib import Path
-from megamoe.runner.process import nursery
+from megamoe.runner.process import fork_keepers_from_the_server, nursery
 Path("runs").open("a").write("run\\n")
 if __name__ == "__main__":
+    {first}
     with nursery(torch=True).runner("the looker") as runner:
-        print(runner.ask("look:seen", {}, 60.0).told["seen"])
+        print(runner.ask("look:seen", {{}}, 60.0).told["seen"])
+    print(forkserver._forkserver._forkserver_pid is not None)
 """
 LOOKS = """
 import sys
@@ -163,16 +166,18 @@ def seen(request):
 """
 
 
-def test_a_keeper_that_holds_torch_has_never_run_the_main_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [True, False], ids=["of a command", "of a user's process"])
+def test_a_keeper_that_holds_torch_has_never_run_the_main_file(tmp_path: Path, command: bool) -> None:
     """multiprocessing would run it again in what it forks, and a runner would start with whatever it has imported."""
-    (tmp_path / "asks.py").write_text(ASKS)
+    (tmp_path / "asks.py").write_text(ASKS.format(first="fork_keepers_from_the_server()" if command else ""))
     (tmp_path / "look.py").write_text(LOOKS)
-    command = [sys.executable, "asks.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    held = ended.stdout.split()
+    asked = [sys.executable, "asks.py"]
+    ended = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    *held, server = ended.stdout.split() or [""]
     assert "torch" in held, f"the runner has to import torch: {ended.stderr[-600:]}"
     assert (tmp_path / "runs").read_text() == "run\n", "the main file ran in the server, or in the keeper"
     assert not unclean(held), f"the runner starts with {unclean(held)}"
+    assert server == str(command), "multiprocessing's server of forks is the user's in a process of the user"
 
 
 def test_a_worker_of_somebody_s_pool_has_a_keeper(monkeypatch: pytest.MonkeyPatch) -> None:

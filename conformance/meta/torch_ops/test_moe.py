@@ -180,6 +180,10 @@ def test_numbers_that_are_cut_are_told_on_a_cpu(numbers: Tensors, weights: megam
     assert far > 0.1, f"a guess that is 50 times too small changes y by {far:.2%}, so there is nothing to warn of"
     with pytest.warns(RuntimeWarning, match="GEMMs of expert 1 reaches"):
         megamoe.moe(x, replace(guessed, shared=1), ids[:, :1] * 0, w[:, :1])
+    broken = x.clone()
+    broken[0, 0] = torch.nan
+    with pytest.warns(RuntimeWarning, match="GEMMs of expert 1 reaches"):
+        megamoe.moe(broken, guessed, ids, w)
     megamoe.moe(x, guessed, ids, w / 100, weight="before")
     narrow = megamoe.MoeWeights.quantised(**numbers, largest_activation=largest, largest_input=0.1)
     with pytest.warns(RuntimeWarning, match="x reaches .*, and largest_input says 0.1"):
