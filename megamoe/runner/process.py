@@ -499,9 +499,13 @@ def nursery(torch: bool = False) -> Nursery:
 def fork_keepers_from_the_server() -> None:
     """From now on, a keeper that shall hold torch is a fork of the server of the workers: this process is a command.
 
-    multiprocessing has one such server in a process. In a process of the user it is the user's.
+    multiprocessing has one such server in a process. In a process of the user it is the user's, and a daemon, a worker
+    of somebody's pool, gets no children from it.
     """
-    _COMMANDS.add(os.getpid())
+    from multiprocessing import current_process
+
+    if not current_process().daemon:
+        _COMMANDS.add(os.getpid())
 
 
 _COMMANDS: Final[set[int]] = set()

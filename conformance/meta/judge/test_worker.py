@@ -183,7 +183,9 @@ def test_a_keeper_that_holds_torch_has_never_run_the_main_file(tmp_path: Path, c
 def test_a_worker_of_somebody_s_pool_has_a_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
     """multiprocessing lets a daemon have no children of its own."""
     monkeypatch.setattr(process, "_OWN", {})
+    monkeypatch.setattr(process, "_COMMANDS", set[int]())
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # pyright: ignore
+    process.fork_keepers_from_the_server()
     keeper = nursery(torch=True)
     with keeper.runner("the small") as runner:
         assert runner.ask(f"{fake_backends.__name__}:hold_memory", {"bytes": 8, "seconds": 0}, 60.0).told["held"] == 8
