@@ -13,15 +13,22 @@ import numpy as np
 import numpy.typing as npt
 from numpy._core.multiarray import count_nonzero
 
-__all__ = ["address_of", "count_nonzero"]
+__all__ = ["address_of", "count_nonzero", "word_at"]
 
-_word_at = ctypes.c_ssize_t.from_address
 _BEHIND_THE_HEAD = object.__basicsize__
+
+
+def word_at(address: int) -> int:
+    """The 64 bits that lie there, as an address."""
+    return _word_from(address).value
+
+
+_word_from = ctypes.c_ssize_t.from_address
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
     """Where the first element of `array` lies: the first field of NumPy's C struct (PyArrayObject_fields)."""
-    return _word_at(id(array) + _BEHIND_THE_HEAD).value
+    return _word_from(id(array) + _BEHIND_THE_HEAD).value
 
 
 _ONE = np.zeros(2, np.uint8)[1:]

@@ -204,12 +204,7 @@ class InstructionCarrier:
             return step(warp)
         if self._item.form.kind == "tail":
             return self._run(warp, step, lanes)
-        saved = warp.mask
-        warp.set_mask(lanes)
-        try:
-            return self._run(warp, step, lanes)
-        finally:
-            warp.set_mask(saved)
+        return warp.in_lanes(lanes, self._run, step, lanes)
 
     def _run(self, warp: Warp, step: Step, lanes: Mask) -> object:
         if self._rule is not None:

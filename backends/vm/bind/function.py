@@ -40,12 +40,7 @@ def guarded(step: Step, guard: tuple[int, bool]) -> Step:
         lanes = warp.mask & ~predicate if negated else warp.mask & predicate
         if not count_nonzero(lanes):
             return
-        saved = warp.mask
-        warp.set_mask(lanes)
-        try:
-            step(warp)
-        finally:
-            warp.set_mask(saved)
+        warp.in_lanes(lanes, step)
 
     return run
 

@@ -460,13 +460,11 @@ def _note_stores(warp: Warp) -> int:
     """After accesses: whoever waits for a store may go on. The answer that has to be looked at, 0 for none."""
     told = warp.registers.told
     if stored := told[_STORED]:
-        warp.cta.machine.engine.events += stored
-        warp.stored_at, told[_STORED] = warp.meetings, 0
+        warp.note_stores(stored)
+        told[_STORED] = 0
     if stored := told[_STORED_GLOBALLY]:
-        machine = warp.cta.machine
-        machine.engine.events += stored
-        machine.races.stored = True
-        warp.stored_globally_at, told[_STORED_GLOBALLY] = warp.meetings, 0
+        warp.note_global_stores(stored)
+        told[_STORED_GLOBALLY] = 0
     answer = told[_ANSWER]
     if answer:
         told[_ANSWER] = 0
@@ -480,12 +478,7 @@ def _look_at(warp: Warp, item: Bound, answer: int) -> None:
         item.in_run.after(warp, answer)
         return
     row, negated = item.guard
-    saved = warp.mask
-    warp.set_mask(saved & ~warp.pred[row] if negated else saved & warp.pred[row])
-    try:
-        item.in_run.after(warp, answer)
-    finally:
-        warp.set_mask(saved)
+    warp.in_lanes(warp.mask & (~warp.pred[row] if negated else warp.pred[row]), item.in_run.after, answer)
 
 
 class RunFinder:
@@ -519,14 +512,12 @@ class RunFinder:
         return self._known, bool(left)
 
     def _code(self, item: Bound) -> _Code | None:
-        if item.in_run is not None and item.plain is not None:
-            guarded_before = item.before and item.guard
-            return None if guarded_before else _Code(made=True, address=item.in_run.function)
-        wanted = item.form.counter in PURE or item.form.bind in _WRITTEN
-        computes = wanted and item.plain is not None
-        if item.before and (item.guard or item.form.bind in _WRITTEN):
+        if item.plain is None or (item.before and (item.guard or item.form.bind in _WRITTEN)):
             return None
-        return _code_of(item.instruction, self._rows) if computes else None
+        if item.in_run is not None:
+            return _Code(made=True, address=item.in_run.function)
+        wanted = item.form.counter in PURE or item.form.bind in _WRITTEN
+        return _code_of(item.instruction, self._rows) if wanted else None
 
     def _met_since(self, run: Sequence[tuple[Bound, int]], index: int) -> bool:
         """Whether instruction `index` is an access that would be told wrongly how often the warp has met."""

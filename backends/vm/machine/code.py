@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -207,11 +208,19 @@ _DTYPES: dict[int, tuple[tuple[str, type[np.generic]], ...]] = {
 }
 STORAGE: dict[int, type[np.generic]] = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.uint64}
 
-VIEWS_OF_WIDTH = {width: tuple(name for name, _ in views) for width, views in _DTYPES.items()}
-WIDTH_OF_VIEW = {name: width for width, names in VIEWS_OF_WIDTH.items() for name in names}
+WIDTH_OF_VIEW = {name: width for width, views in _DTYPES.items() for name, _ in views}
 DTYPE_OF_VIEW = {name: np.dtype(dtype) for views in _DTYPES.values() for name, dtype in views}
 BYTES_OF_VIEW = {name: dtype.itemsize for name, dtype in DTYPE_OF_VIEW.items()}
 """Of one element."""
+
+
+@cache
+def first_lanes(count: int) -> npt.NDArray[np.bool_]:
+    """The lanes of a warp of so many. Nobody may change it, and it stays: machine code has its address."""
+    lanes = np.arange(LANES) < count
+    lanes.setflags(write=False)
+    return lanes
+
 
 Row = npt.NDArray[np.generic]
 RowIndex = slice | npt.NDArray[np.intp]

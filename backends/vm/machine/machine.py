@@ -168,14 +168,12 @@ class Machine:
                 nullcontext() if self.observer is None else self.observer.launch(run),
                 collecting(run.met if self.findings is None else run.found),
             ):
-                try:
-                    run.to_the_end()
-                finally:
-                    run.leave()
+                run.to_the_end()
                 self.note_last(function)
                 if self.looks_after_each:
                     self.check_outcome()
         finally:
+            run.leave()
             # As Cluster.part: a launch that has ended keeps no machine.
             self.running = None
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from backends.vm.counting import address_of
 from backends.vm.machine import access
-from backends.vm.machine.code import LANES, SCRATCH_PLACES, Key, place_of
+from backends.vm.machine.code import LANES, SCRATCH_PLACES, Key, first_lanes, place_of
 from backends.vm.machine.run_access import SITE, RunAccess, of_global, of_shared
 from backends.vm.memory.access_code import CHANGES, NO, NO_ROOM, OnDemand, code_of
 from backends.vm.memory.compiled_access import CONFLICT, SERVED_SHIFT, Kind, Perform, performer, program
@@ -38,13 +38,6 @@ def _codes(*kind: Any) -> tuple[OnDemand[Perform], OnDemand[Perform]]:
     return shared, global_
 
 
-@cache
-def _first_lanes(count: int) -> tuple[npt.NDArray[np.bool_], int]:
-    """A mask, and where it lies."""
-    mask = np.arange(LANES) < count
-    return mask, address_of(mask)
-
-
 class QuickAccess:
     """The weak accesses of an instruction to one of SPACES.
 
@@ -67,17 +60,16 @@ class QuickAccess:
         rows: int = 0,
     ) -> None:
         self._space, self._stores, self._rows = space, stores, rows
-        self._givers_address = _first_lanes(rows or LANES)[1]
+        self._givers_address = address_of(first_lanes(rows or LANES))
         self._address, (width, self._row), self._offset = addressed
         self._view = "s64" if width == 64 else "u32"
         self._size = element * len(registers)
         sizes = tuple(0 if key is None else key[0] // 8 for key in registers)
         self._shared, self._global = _codes(stores, width // 8, element, signed, sizes)
         places = SCRATCH_PLACES if rows else [(0, 0) if key is None else place_of(key) for key in registers]
-        words = program(place_of((width, self._row)), self._offset, line, places)
-        self._program = words
+        self._program = program(place_of((width, self._row)), self._offset, line, places)
+        self._program_address: int = address_of(self._program)
         self._site: npt.NDArray[np.int64] | None = None
-        self._program_address: int = address_of(words)
 
     def in_run(self, look_at: Callable[[Warp, int], object] | None = None) -> RunAccess | None:
         """The access as a run of machine code has it; None if it has to be asked one by one. `look_at`: what the
@@ -138,8 +130,7 @@ class QuickAccess:
             self._site[SITE["performer"]] = code_of(perform)
         self.count(warp, answer)
         if self._stores:
-            cta.machine.engine.events += 1
-            warp.stored_at = warp.meetings
+            warp.note_stores()
         return answer
 
     def count(self, warp: Warp, answer: int) -> None:
@@ -173,7 +164,5 @@ class QuickAccess:
                 code_of(perform), self._stores, buffer.base, place.address, warp.cta.launch, CHANGES[0], waited
             )  # fmt: skip
         if self._stores:
-            machine.engine.events += 1
-            machine.races.stored = True
-            warp.stored_globally_at = warp.meetings
+            warp.note_global_stores()
         return answer

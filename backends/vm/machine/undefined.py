@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import report
-from backends.vm.machine.code import BYTES_OF_VIEW, LANES, STORAGE, WIDTH_OF_VIEW, Key, Step
+from backends.vm.machine.code import BYTES_OF_VIEW, LANES, STORAGE, WIDTH_OF_VIEW, Key, Step, first_lanes
 from backends.vm.memory.definedness import Mask, Origin
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class UndefinedRegisters(dict[Key, Undefined]):
         """The registers that some path reads unwritten, at the start of a warp of `lanes` lanes."""
         found = code.at_start.get(lanes)
         if found is None:
-            alive = np.arange(LANES) < lanes
+            alive = first_lanes(lanes)
             bits = {width: all_bits(width, alive) for width in {width for width, _ in code.unwritten}}
             found = {key: Undefined(bits[key[0]], origin) for key, origin in code.unwritten.items()}
             code.at_start[lanes] = found

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from operator import length_hint
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ from backends.vm.machine.code import (
     Shown,
     Step,
     Wait,
+    first_lanes,
 )
 from backends.vm.machine.engine import CopyGroups
 from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 
 Mask = npt.NDArray[np.bool_]
+_Outcome = TypeVar("_Outcome")
 
 FIRST_PATIENCE = 4096
 """Blocks in which nothing happens before other lanes get a turn. A long computation of some lanes ends before."""
@@ -61,18 +63,7 @@ LATER_PATIENCE = 32
 TURN = 32
 LAST_BLOCKS = 256
 """How long the other lanes of a warp that met a rule run on, for an assertion that has failed in them."""
-_EVERY_LANE: Final = np.ones(LANES, np.bool_)
-_EVERY_LANE_ADDRESS: Final = address_of(_EVERY_LANE)
-
-
-@lru_cache(maxsize=LANES)
-def _first_lanes(count: int) -> Mask:
-    """The lanes of a warp of so many. Nobody changes a mask in place."""
-    lanes = np.arange(LANES) < count
-    lanes.setflags(write=False)
-    return lanes
-
-
+_EVERY_LANE_ADDRESS: Final = address_of(first_lanes(LANES))
 _STOP = re.compile(r"(@\S+\s+)?(trap\b|call\S*\s+__assertfail\b)")
 
 
@@ -213,7 +204,7 @@ class Warp:
         self.registers = file
         self._tell(file)
         self.executed = array("q", bytes(8 * len(code.blocks)))
-        self.alive = _first_lanes(lanes)
+        self.alive = first_lanes(lanes)
         self.undefined = UndefinedRegisters.at_start(code, lanes)
         self.strands = [Strand(0, self.alive)]
         self.block = 0
@@ -296,6 +287,18 @@ class Warp:
         told[WORD["seen"]], told[WORD["agent"]] = self.seen_address, self.agent
         told[WORD["cluster"]], told[WORD["launch"]] = self.agents.mark, cta.launch
 
+    def note_stores(self, count: int = 1) -> None:
+        """Machine code has stored to shared memory so often: whoever waits for that may go on."""
+        self.cta.machine.engine.events += count
+        self.stored_at = self.meetings
+
+    def note_global_stores(self, count: int = 1) -> None:
+        """As note_stores, to global memory."""
+        machine = self.cta.machine
+        machine.engine.events += count
+        machine.races.stored = True
+        self.stored_globally_at = self.meetings
+
     def count_served(self) -> None:
         """Count what machine code has left to be counted."""
         if groups := self.registers.told[WORD["served"]]:
@@ -315,6 +318,15 @@ class Warp:
         whole = count_nonzero(mask) == LANES
         self.where = True if whole else mask
         self._mask_address = _EVERY_LANE_ADDRESS if whole else 0
+
+    def in_lanes(self, lanes: Mask, act: Callable[..., _Outcome], *given: object) -> _Outcome:
+        """What `act` answers of this warp and `given`, `lanes` alone being active meanwhile."""
+        saved = self.mask
+        self.set_mask(lanes)
+        try:
+            return act(self, *given)
+        finally:
+            self.set_mask(saved)
 
     @property
     def mask_address(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
-from backends.vm.counting import address_of
+from backends.vm.counting import address_of, word_at
 from backends.vm.memory.clocks import EPOCH_BITS, EPOCH_MASK
 from backends.vm.memory.definedness import DEFINED
 from backends.vm.numerics.compiled import ENTRY, linked
@@ -78,10 +78,7 @@ def callable_of(write: Callable[[ir.Function], object], pointers: int, numbers: 
 
 def code_of(function: Callable[..., int]) -> int:
     """Where the machine code of what `callable_of` has made lies."""
-    return _word_at(ctypes.addressof(cast("ctypes.c_void_p", function))).value
-
-
-_word_at = ctypes.c_ssize_t.from_address
+    return word_at(ctypes.addressof(cast("ctypes.c_void_p", function)))
 
 
 Made = TypeVar("Made")
