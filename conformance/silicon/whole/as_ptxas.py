@@ -28,6 +28,7 @@ from conformance.silicon.whole.on_device import level_of
 from conformance.silicon.whole.on_machine import answer, schedule_of
 from conformance.silicon.whole.reused import reused_by_name
 from conformance.silicon.whole.rewrites import ABS_OF_SET, rewritten
+from conformance.silicon.whole.statements import INSTRUCTION
 
 DROPPED_GUARD: Final = "the guard of testp.normal or testp.subnormal is dropped"
 KEPT_NAN: Final = "abs.f32 under a guard keeps the bits of a NaN"
@@ -49,7 +50,6 @@ _BLOCK_ENDS = re.compile(
     r"rcp\.rn|sqrt\.rn|lg2|rsqrt"
 )
 _NOT_ONE_SINGLE = re.compile(r"copysign|div\.full|lg2|rsqrt|mma|setp|testp|set\.\w+\.u32")
-_INSTRUCTION = re.compile(r"[\s{}]*(@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)(?:, ([^;]*))?;")
 _NO_RESULT = ("st.", "red.", "bra", "brx", "bar.sync", "bar.arrive", "bar.warp", "barrier", "fence", "cp.", "wgmma")
 _NOT_PURE = re.compile(
     r"ld|st|atom|red|bar|mbarrier|cp|vote|shfl|match|elect|call|bra|brx|wgmma|mma|add\.cc|addc|sub\.cc|subc|mad\S*\.cc"
@@ -82,7 +82,7 @@ def converted(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
     takes the store of fewer bits of an f32 for a conversion, with saturation and towards zero."""
     singles, places, out = set[str](), 0, list[str]()
     for piece in PIECE.findall(text):
-        found = _INSTRUCTION.match(piece)
+        found = INSTRUCTION.match(piece)
         if re.fullmatch(r"L\d+:", piece) or (found and _ends_block(found)):
             singles.clear()
         if found and (narrow := _NARROW.search(piece)) and narrow[3] in singles:
@@ -137,7 +137,7 @@ def _by_last_result(
     """`what`, an instruction of one operand, becomes `by` where the operand's last result is of opcode `last`."""
     opcodes, places, out = dict[str, str](), 0, list[str]()
     for piece in PIECE.findall(text):
-        found = _INSTRUCTION.match(piece)
+        found = INSTRUCTION.match(piece)
         if found and what.match(found[2]) and last.match(opcodes.get(found[4], "")):
             places += 1
             if only is None or places - 1 in only:
@@ -203,7 +203,7 @@ def reused(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
             _meet(values, pieces, at, parted)
         for label in re.findall(r"\bL\d+\b", piece) if "bra" in piece else ():
             parted.setdefault(label, at)
-        found = _INSTRUCTION.match(piece)
+        found = INSTRUCTION.match(piece)
         if found is None:
             out.append(piece)
             continue
@@ -241,7 +241,7 @@ def _meet(values: _Values, pieces: list[str], label: int, parted: dict[str, int]
     name = pieces[label][:-1]
     back = [at for at in range(label, len(pieces)) if re.search(rf"\bbra {name}\b", pieces[at])]
     for piece in pieces[label : back[-1]] if back else ():
-        found = _INSTRUCTION.match(piece)
+        found = INSTRUCTION.match(piece)
         if found and not _unseen(found) and not found[2].startswith(_NO_RESULT):
             for register in re.findall(r"%\w+", found[3]):
                 values.define(label, register)

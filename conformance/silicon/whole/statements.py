@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from conformance.silicon.whole.cuts import PIECE
 
-_INSTRUCTION = re.compile(r"[\s{}]*(@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)(?:, ([^;]*))?;")
+INSTRUCTION = re.compile(r"[\s{}]*(@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)(?:, ([^;]*))?;")
+"""Its groups: the guard, the opcode, the first operand, the others."""
 _NO_RESULT = re.compile(r"st\.|red\.|bra|brx|bar\.(sync|arrive|warp)|barrier|fence|cp\.|wgmma\.(fence|commit|wait)")
 
 
@@ -55,7 +56,7 @@ Program = Sequence[Instruction]
 
 def instructions(pieces: Sequence[str]) -> list[Instruction]:
     """All of the pieces that are instructions."""
-    found = [(at, _INSTRUCTION.match(one)) for at, one in enumerate(pieces)]
+    found = [(at, INSTRUCTION.match(one)) for at, one in enumerate(pieces)]
     return [Instruction(at, *(part or "" for part in one.groups())) for at, one in found if one]
 
 
