@@ -65,18 +65,12 @@ class Digests:
 
 @dataclass(frozen=True)
 class Left:
-    """What one program left. `program`, `launches`: as Digests has them. `fault`: what the judge would say of the
-    memory, or the error that came instead; "" for none."""
+    """What one `program` left. `fault`: what the judge would say of the memory, or the error that came instead; "" for
+    none."""
 
-    program: str
+    program: Digests
     outputs: Mapping[str, torch.Tensor]
     fault: str
-    launches: str = ""
-
-    @property
-    def digests(self) -> Digests:
-        """Of the program."""
-        return Digests(self.program, self.launches)
 
 
 Key = tuple[str, str]
@@ -121,9 +115,9 @@ def left_by(key: Key, executor_name: str, known: Mapping[Key, Digests] = Mapping
     options = RunOptions(accumulate="hopper") if executor_name == "vm" else RunOptions()
     try:
         ran = GuardedCase(spec, case, load_executor(executor_name)).run(program, options)
-        return Left(digests.text, ran.settled, ran.fault(), digests.launches)
+        return Left(digests, ran.settled, ran.fault())
     except Exception as error:
-        return Left(digests.text, {}, f"{type(error).__name__}: {error}"[:500], digests.launches)
+        return Left(digests, {}, f"{type(error).__name__}: {error}"[:500])
 
 
 def compared(device: Mapping[Key, Left], machine: Mapping[Key, Left]) -> list[dict[str, object]]:
@@ -131,18 +125,19 @@ def compared(device: Mapping[Key, Left], machine: Mapping[Key, Left]) -> list[di
     found: list[dict[str, object]] = []
     for key in sorted(device.keys() & machine.keys()):
         here, there = device[key], machine[key]
-        if here.program != there.program:
+        ran, modelled = here.program, there.program
+        if ran.text != modelled.text:
             raise ValueError(
-                f"{key[0]} of {key[1]}: the device ran the program {here.program}, the machine {there.program}"
+                f"{key[0]} of {key[1]}: the device ran the program {ran.text}, the machine {modelled.text}"
             )
-        if not here.digests.same(there.digests):
+        if not ran.same(modelled):
             raise ValueError(
                 f"{key[0]} of {key[1]}: the device and the machine ran the same text with other grids or arguments: "
-                f"their launches are {here.launches} and {there.launches}"
+                f"their launches are {ran.launches} and {modelled.launches}"
             )
-        line: dict[str, object] = {"case": key[0], "backend": key[1], "target": TARGET, "program_sha256": here.program}
-        if here.launches and there.launches:
-            line["launches_sha256"] = here.launches
+        line: dict[str, object] = {"case": key[0], "backend": key[1], "target": TARGET, "program_sha256": ran.text}
+        if ran.launches and modelled.launches:
+            line["launches_sha256"] = ran.launches
         if here.fault or there.fault:
             line |= {"device": here.fault, "machine": there.fault}
         else:

@@ -55,10 +55,10 @@ def test_one_bit_that_differs_is_seen_and_so_is_another_program(tmp_path: Path) 
     assert "differing" not in lost, "a row that failed on the device counts as the same"
     assert lost["device"] == "DeviceError: lost", f"{lost} does not say what became of the row"
     with pytest.raises(ValueError, match="the device ran the program 0"):
-        compared({KEY: replace(left, program="0")}, {KEY: left})
+        compared({KEY: replace(left, program=Digests("0"))}, {KEY: left})
     with pytest.raises(ValueError, match="with other grids or arguments"):
-        compared({KEY: replace(left, launches="0")}, {KEY: left})
-    untold = compared({KEY: replace(left, launches="")}, {KEY: left})[0]
+        compared({KEY: replace(left, program=replace(left.program, launches="0"))}, {KEY: left})
+    untold = compared({KEY: replace(left, program=replace(left.program, launches=""))}, {KEY: left})[0]
     assert "launches_sha256" not in untold, "one side does not tell what it launched, and the line does"
 
 
