@@ -98,10 +98,12 @@ def _lanes(warp: Warp) -> list[int]:
 
 
 def _issuers(b: Binder) -> Callable[[Warp], list[int]]:
-    """The lanes that issue a copy whose operands are bound: one where all active lanes have the same operands.
+    """The lanes that issue a store whose operands are bound: one where all active lanes have the same operands.
 
-    ptxas makes one operation of the warp out of a copy that no lane was elected for, with no loop over lanes
-    (FlashAttention-4's and quack's stores).
+    ptxas makes one operation of the warp out of a store that no lane was elected for, with no loop over lanes
+    (FlashAttention-4's and quack's stores). Of loads, whose bytes an mbarrier counts, and of reductions it makes a
+    loop: each active lane issues its own (SASS of ptxas 13.0 and 13.5; reductions on an H200: issued_programs in
+    conformance/silicon/whole/copies.py).
     """
     keys = tuple((f"u{width}", row) for width, row in dict.fromkeys(b.uses) if width > 1)
 
@@ -246,10 +248,9 @@ def tensor_load(b: Binder) -> Step:
     tensor, to, signal = _TensorOperand(b, source), _shared(b, destination), _shared(b, barrier)
     mask_row = b.source(rest[0], "u16") if multicast else None
     line, text = b.instruction.line, b.instruction.text
-    issuers = _issuers(b)
 
     def step(warp: Warp) -> None:
-        for lane in issuers(warp):
+        for lane in _lanes(warp):
             tensor_map, address = tensor.tensor_map(warp, lane), to(warp, lane)
             if warp.cta.machine.ring and tensor_map.element.tf32:
                 raise b.outside_ring()  # it rounds
@@ -342,10 +343,9 @@ def linear_load(b: Binder) -> Step:
     address_of = None if local else b.address(source)
     mask_row = b.source(rest[0], "u16") if multicast else None
     line, text = b.instruction.line, b.instruction.text
-    issuers = _issuers(b)
 
     def step(warp: Warp) -> None:
-        for lane in issuers(warp):
+        for lane in _lanes(warp):
             bytes_, address = int(warp.u32[count][lane]), to(warp, lane)
             start = origin(warp, lane) if origin is not None else int(address_of(warp)[lane]) if address_of else 0
             _check_linear(address, start, bytes_, lane)
@@ -416,7 +416,7 @@ def tensor_store(b: Binder) -> Step:
     tensor, origin = _TensorOperand(b, destination), _shared(b, source)
     operation = b.words.get("op", "")
     line, text = b.instruction.line, b.instruction.text
-    issuers = _issuers(b)
+    issuers = _lanes if operation else _issuers(b)
 
     def step(warp: Warp) -> None:
         written: list[Pieces] = []
@@ -484,7 +484,7 @@ def linear_store(b: Binder) -> Step:
     address_of, origin, count = b.address(destination), _shared(b, source), b.source(size, "u32")
     operation, element = b.words.get("op", ""), b.words.get("type", "")
     line, text = b.instruction.line, b.instruction.text
-    issuers = _issuers(b)
+    issuers = _lanes if operation else _issuers(b)
 
     def step(warp: Warp) -> None:
         written: list[Pieces] = []

@@ -105,6 +105,48 @@ bar.sync 0;
             )
 
 
+_LANES = {
+    "all lanes": ("", "setp.eq.u32 %p2, %tx, %tx;"),
+    "half a warp": ("@%p2 ", "setp.lt.u32 %p2, %lane, 16;"),
+    "lanes not elected": ("@!%p3 ", "elect.sync %r20|%p3, 0xFFFFFFFF; not.pred %p2, %p3;"),
+    "lanes by their words": (
+        "@%p2 ",
+        "shl.b32 %r20, %lane, 2; cvt.u64.u32 %d1, %r20; add.u64 %d1, %d1, %in; ld.global.u32 %r20, [%d1]; "
+        "and.b32 %r20, %r20, 1; setp.ne.u32 %p2, %r20, 0;",
+    ),
+}
+"""By what issues a copy: its guard, and what makes that and %p2, which says the same."""
+
+
+def issued_programs() -> Iterator[Whole]:
+    """Reductions of equal operands that several lanes of a warp issue: one for each of these lanes, as sums tell.
+
+    Loads leave nothing that tells, and are not awaited before the next one writes the same bytes; an mbarrier that
+    expects one of them never opens.
+    """
+    tensor = TiledMap("u32", (1024, 4), (4096,), (16, 4), over_output=True)
+    for who, (guard, choice) in _LANES.items():
+        yield Whole(
+            f"bulk reductions by {who}",
+            f"""{FILL} {_OPEN} {choice} vote.sync.ballot.b32 %r21, %p2, 0xFFFFFFFF; popc.b32 %r21, %r21;
+shl.b32 %r22, %r21, 8; add.u32 %r34, %r30, 10240; mov.b64 %d2, 7; shl.b32 %r9, %tx, 3; add.u32 %r9, %r9, %r34;
+st.shared.b64 [%r9], %d2; fence.proxy.async; @%first mbarrier.arrive.expect_tx.shared.b64 _, [gate], %r22;
+bar.warp.sync 0xFFFFFFFF; mapa.shared::cluster.u32 %r35, %r34, 0; mapa.shared::cluster.u32 %r36, %r31, 0;
+{guard}cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out], [%r30], 256;
+{guard}cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32
+    [%r35], [%r30], 256, [%r36];
+cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; {_WAIT} ld.shared.b64 %d2, [%r9]; {kept("%d2", at=1024)}""",
+        )
+        yield Whole(
+            f"tensor reductions by {who}",
+            f"""{FILL} {choice} mov.u32 %r30, tile; mov.u32 %r37, 0;
+{guard}cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%map, {{%r37, %r37}}], [%r30];
+{guard}cp.async.bulk.prefetch.tensor.2d.L2.global [%map, {{%r37, %r37}}];
+cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;""",
+            tensor_map=tensor,
+        )
+
+
 _CLUSTER = """@%first mbarrier.init.shared::cta.b64 [gate], 1; fence.mbarrier_init.release.cluster;
 barrier.cluster.arrive.release.aligned;
 barrier.cluster.wait.acquire.aligned; mov.u32 %r30, tile; mov.u32 %r31, gate; mov.u32 %r35, %cluster_ctarank;

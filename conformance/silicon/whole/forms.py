@@ -29,6 +29,7 @@ def programs() -> Iterator[Whole]:
     yield from movement.barrier_histories()
     yield from copies.copy_programs()
     yield from copies.bulk_programs()
+    yield from copies.issued_programs()
     yield from copies.cluster_programs()
     yield from copies.tensor_programs()
 

@@ -481,19 +481,36 @@ def test_a_change_that_another_thread_does_not_wait_for() -> None:
 
 
 @pytest.mark.parametrize("size", ["16", "%r9"])
-def test_a_copy_that_nobody_was_elected_for_is_one(size: str) -> None:
-    """All lanes issue the same reduction: ptxas makes one operation of the warp. Operands of their own make 32."""
+def test_lanes_that_issue_the_same_reduction_do_it_each(size: str) -> None:
+    """ptxas makes a loop over them. A store of all, with the same operands, is one operation of the warp."""
     body = f""".shared .align 16 .b8 buf[512];
     shl.b32 %r1, %lane, 4; mov.u32 %r2, buf; add.u32 %r3, %r1, %r2; mov.u32 %r4, 3; mov.u32 %r9, 16;
     st.shared.v4.u32 [%r3], {{%r4, %r4, %r4, %r4}};
     {FENCE}
-    bar.warp.sync 0xffffffff;
+    bar.warp.sync 0xffffffff; setp.lt.u32 %p1, %lane, 5;
     cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out], [%r2], {size};
+    @%p1 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%some], [%r2], {size};
+    cp.async.bulk.global.shared::cta.bulk_group [%once], [%r2], {size};
     cvt.u64.u32 %rd1, %r1; add.u64 %rd1, %rd1, %own;
     cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd1], [%r3], {size};
     cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; ret;"""
-    kernel = Kernel(body, {"out": np.ones(4, np.uint32), "own": np.ones(128, np.uint32)})
-    assert_clean(kernel, {"out": np.full(4, 4, np.uint32), "own": np.full(128, 4, np.uint32)})
+    ones = {name: np.ones(4, np.uint32) for name in ("out", "some", "once")}
+    kernel = Kernel(body, {**ones, "own": np.ones(128, np.uint32)})
+    sums = {"out": 1 + 32 * 3, "some": 1 + 5 * 3, "once": 3}
+    wanted = {name: np.full(4, value, np.uint32) for name, value in sums.items()}
+    assert_clean(kernel, {**wanted, "own": np.full(128, 4, np.uint32)})
+
+
+def test_a_load_that_nobody_was_elected_for() -> None:
+    """Each lane's copy writes what the one before it writes, and the mbarrier counts the bytes of all of them."""
+    body = f""".shared .align 16 .b8 buf[512]; .shared .b64 bar;
+    mov.u32 %r2, buf; mov.u32 %r3, bar; @%one mbarrier.init.shared.b64 [%r3], 1; {FENCE} bar.warp.sync 0xffffffff;
+    @%one mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 16; bar.warp.sync 0xffffffff;
+    cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%out], 16, [%r3]; ret;"""
+    kernel = Kernel("setp.eq.u32 %one, %lane, 0;".join(("", body)), {"out": np.ones(4, np.uint32)})
+    with pytest.raises(Fault) as caught:
+        kernel.run()
+    assert caught.value.rule == "copy-not-awaited", f"found {caught.value}"
 
 
 CHANNELS = 16
