@@ -36,7 +36,7 @@ Inputs = dict[str, torch.Tensor]
 LOGIT_OFFSET: Final = 110.0
 LOGIT_SPREAD: Final = 15.0
 ONE_HOT_LOGIT: Final = 64.0
-# exp(-89) is not above the smallest normal fp32 number, so a tile whose maximum misses its one key overflows.
+# Further above the other logits of the row than the 88.73 above which exp overflows fp32.
 LONE_LOGITS: Final = (384.0, 640.0)
 LONE_STEP: Final = 37
 DISTINCT_KEYS: Final = 3
@@ -276,10 +276,10 @@ def _towards(case: Case, k: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def _lone_keys(case: Case) -> Inputs:
     """k of random signs, q a multiple of one key (`lone_keys`), which takes all of the softmax; a quarter of v is 0.
 
-    The logit of that key is one of LONE_LOGITS and those between, of the others at most four fifths of it; without that
-    key in its maximum a row overflows. o is that key's v, bit for bit: the error of an exponential moves both P and the
-    row sum, or the sum alone by far less than an ulp of bf16, and a kernel that truncates o shows. So does an
-    accumulator that does not begin at 0.
+    The logit of that key is one of LONE_LOGITS or between them, the others are N(0, 1 / sqrt(hd)) of it: with a maximum
+    that misses the key a row overflows. o is that key's v, bit for bit, for P and the row sum are 1 but for errors far
+    below an ulp of bf16. A kernel that truncates o shows where these errors point down, an accumulator that does not
+    begin at 0 where v is 0.
     """
     k = signs(case, "k", _kv_shape(case))
     low, high = LONE_LOGITS

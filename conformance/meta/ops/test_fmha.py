@@ -280,7 +280,6 @@ def test_lone_keys_overflow_without_their_key_and_leave_its_value(case_id: str) 
 
 
 def test_lone_keys_come_to_all_places_of_a_tile() -> None:
-    """Of 128 rows: each thread of a wgmma has two rows, and each of its columns is the key of one."""
     case = SPEC.case(hd=128, t=128, s_k=200, inputs="lone_keys")
     keys = lone_keys(case).flatten()
     assert len(keys.unique()) == 128, f"{len(keys.unique())} keys are taken by 128 rows of 200 keys"
