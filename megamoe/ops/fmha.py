@@ -36,6 +36,9 @@ Inputs = dict[str, torch.Tensor]
 LOGIT_OFFSET: Final = 110.0
 LOGIT_SPREAD: Final = 15.0
 ONE_HOT_LOGIT: Final = 64.0
+# Further above the other logits of the row than the 88.73 above which exp overflows fp32.
+LONE_LOGITS: Final = (384.0, 640.0)
+LONE_STEP: Final = 37
 DISTINCT_KEYS: Final = 3
 # Smallest normal bf16 and fp32 number.
 SMALLEST_NORMAL: Final = 2.0**-126
@@ -204,6 +207,17 @@ def one_hot_keys(case: Case) -> torch.Tensor:
     return torch.where(last >= first, key, 0)
 
 
+def lone_keys(case: Case) -> torch.Tensor:
+    """int64 [batch, heads, t]: the key that each query attends to under `lone_keys`, 0 if it sees none.
+
+    Rows go round their visible keys LONE_STEP at a time, so that many rows come to each column of a tile of keys.
+    """
+    first, last = key_range(case, torch.arange(case.int("t")))
+    shape = (case.int("batch"), case.int("heads"), case.int("t"))
+    turn = torch.arange(math.prod(shape)).reshape(shape) * LONE_STEP
+    return torch.where(last >= first, first + turn % (last - first + 1).clamp(min=1), 0)
+
+
 def _q_shape(case: Case) -> tuple[int, int, int, int]:
     return case.int("batch"), case.int("heads"), case.int("t"), case.int("hd")
 
@@ -248,11 +262,30 @@ def _large_logits(case: Case) -> Inputs:
 def _one_hot_rows(case: Case) -> Inputs:
     """k of random signs, q a multiple of one key (`one_hot_keys`): its logit is 64, the others' N(0, 64 / sqrt(hd))."""
     k = signs(case, "k", _kv_shape(case))
-    group = case.int("heads") // case.int("kv_heads")
-    key = one_hot_keys(case)[..., None].expand(_q_shape(case))
-    q = k.repeat_interleave(group, dim=1).gather(2, key)
-    q *= ONE_HOT_LOGIT / (case.int("hd") * _effective_scale(case)) * (-1.0 if softmax_scale(case) < 0 else 1.0)
+    q = _towards(case, k, one_hot_keys(case)) * ONE_HOT_LOGIT
     return _bf16(q, k, normal(case, "v", _kv_shape(case)))
+
+
+def _towards(case: Case, k: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """q: of each query the multiple of `key` of k, all signs, whose logit is 1."""
+    group = case.int("heads") // case.int("kv_heads")
+    q = k.repeat_interleave(group, dim=1).gather(2, key[..., None].expand(_q_shape(case)))
+    return q / (case.int("hd") * _effective_scale(case) * (-1.0 if softmax_scale(case) < 0 else 1.0))
+
+
+def _lone_keys(case: Case) -> Inputs:
+    """k of random signs, q a multiple of one key (`lone_keys`), which takes all of the softmax; a quarter of v is 0.
+
+    The logit of that key is one of LONE_LOGITS or between them, the others are N(0, 1 / sqrt(hd)) of it: with a maximum
+    that misses the key a row overflows. o is that key's v, bit for bit, for P and the row sum are 1 but for errors far
+    below an ulp of bf16. A kernel that truncates o shows where these errors point down, an accumulator that does not
+    begin at 0 where v is 0.
+    """
+    k = signs(case, "k", _kv_shape(case))
+    low, high = LONE_LOGITS
+    logit = low + (high - low) * uniform(case, "logit", _q_shape(case)[:-1])
+    v = normal(case, "v", _kv_shape(case)) * (uniform(case, "v is 0", _kv_shape(case)) >= 0.25)
+    return _bf16(_towards(case, k, lone_keys(case)) * logit[..., None], k, v)
 
 
 def _constant_v(case: Case) -> Inputs:
@@ -327,7 +360,10 @@ DISTRIBUTIONS: Final[Mapping[str, Callable[[Case], Inputs]]] = {
     "repeated_keys": _repeated_keys,
     "denormal_scale": _denormal_scale,
     "exact_sums": _exact_sums,
+    "lone_keys": _lone_keys,
 }
+EXACT: Final = ("exact_sums", "lone_keys")
+"""Distributions of which o has one right answer, bit for bit."""
 
 
 # An absolute error of x in lse is a relative error of x in every probability derived from it.
@@ -371,11 +407,11 @@ def latitude(
     outputs: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
 ) -> Latitude:
-    """A kernel has no choice but its roundings, and under `exact_sums` none: o is the oracle's, bit for bit.
+    """A kernel has no choice but its roundings, and under EXACT none: o is the oracle's, bit for bit.
 
     With sinks row sums are no powers of two.
     """
-    if case.inputs != "exact_sums" or case["sinks"] or "o" not in outputs:
+    if case.inputs not in EXACT or case["sinks"] or "o" not in outputs:
         return Latitude()
     right = expected["o"].bfloat16().double()
     rows = torch.arange(len(right), device=right.device)

@@ -11,10 +11,12 @@ import torch
 
 from conformance.fakes.nvfp4_moe import FAULTS, STYLES, emulate
 from conformance.kernels.laws.law import spec_of
+from megamoe.codec.routing import routing
 from megamoe.contract import AxisValue, Case
 from megamoe.judge.arena import Arena
 from megamoe.judge.tolerance import Judgement, compare
 from megamoe.ops import Codes, reference
+from megamoe.ops.nvfp4_moe.stages import combine
 
 SPEC = spec_of("nvfp4_moe")
 MOE = reference("nvfp4_moe")
@@ -191,6 +193,32 @@ def codes_of_steps() -> tuple[Codes, dict[str, torch.Tensor], Case]:
     l1, inputs = SPEC.vary(STEPS, stage="l1"), references(STEPS)[0]
     outputs = MOE.oracle(l1, inputs)
     return MOE.latitude(l1, inputs, outputs, outputs).codes["a2_codes"], outputs, l1
+
+
+@pytest.mark.parametrize("case_id", [COMBINE, f"{COMBINE},weight=before", f"{COMBINE},shared=2"])
+def test_rows_are_combined_to_the_bit(case_id: str) -> None:
+    """Fused or not. Where weights are 1, rows that are too large by a bit of fp32 show in sums between two bf16."""
+    case = SPEC.parse_case(case_id)
+    inputs, oracle, simulated = references(case)
+    routes = routing(case, inputs["topk_ids"])
+    rows, weights = inputs["rows"][routes.row].float(), inputs["topk_weights"]
+
+    def passes(y: torch.Tensor) -> bool:
+        seen = {"y": y}
+        latitude = MOE.latitude(case, inputs, seen, oracle)
+        return compare(case, seen, oracle, simulated, SPEC.tolerance, False, latitude=latitude).passed
+
+    for fused in (False, True):
+        y = combine(case, routes, rows, weights, fused=fused).bfloat16()
+        assert passes(y), f"fused={fused} is legal"
+        y.view(torch.int16)[0, 0] ^= 1
+        assert not passes(y), f"fused={fused}: one ulp off in one element passes"
+    column = combine(case, routes, rows, weights)
+    column.view(torch.int32)[:, 7] &= -65536
+    assert not passes(column.bfloat16()), "one truncated column passes"
+    if case["shared"] or case["weight"] == "before":
+        above = combine(case, routes, rows * (1 + 2.0**-23), weights).bfloat16()
+        assert not passes(above), "sums between two bf16 that are rounded up pass"
 
 
 @pytest.mark.parametrize("legal", [True, False])

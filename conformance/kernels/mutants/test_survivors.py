@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
 
-from backends.cutedsl.device import WARPGROUP
-from backends.cutedsl.sm90_fmha.plan import LONE_KEYS, SHORT_KEYS
+from backends.cutedsl.attention import FmhaSizes
+from backends.cutedsl.device import H200_SM_COUNT, WARPGROUP
+from backends.cutedsl.sm90_fmha.plan import LONE_KEYS, SHORT_KEYS, split_count
 from backends.vm.machine.cta import Cta
 from conformance.kernels.mutants.campaign import Built, Outcome, Record, collected, program_of
 from conformance.kernels.mutants.mutant import instructions, mutants, program_id
@@ -72,6 +74,15 @@ def test_one_softmax_warpgroup_gives_way_to_nobody(hd: int, mbarriers: int, monk
 def test_a_lone_warpgroup_has_16_parts_at_most() -> None:
     parts = SHORT_KEYS // LONE_KEYS
     assert parts <= 16, f"a short cache has {parts} parts, and survivors.yaml says that none has part 26"
+
+
+def test_keys_are_split_into_a_part_an_sm_at_most() -> None:
+    sizes = [
+        FmhaSizes(64, t, s_k, t, batch)
+        for t, batch, s_k in product((1, 16, 17, 129), (1, 2), (700, 2049, 8448, 8449, 20527, 65536))
+    ]
+    most, of = max((split_count(one, ragged), one.s_k) for one in sizes for ragged in (False, True))
+    assert most <= H200_SM_COUNT, f"{of} keys are split into {most} parts, and survivors.yaml says {H200_SM_COUNT}"
 
 
 def _after(ptx: str, line: int) -> list[str]:

@@ -142,7 +142,8 @@ def _moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> s
 
 def watch(record: Watch, rows: int, seconds: float | None = None) -> Iterator[Watched]:
     """Watch until `record` has `rows` rows, for at most `seconds` of processor time. What it has is not run again, but
-    for cases of which a backend builds another text by now, under the orders that it had."""
+    for cases of which a backend builds another text by now, under the orders that it had. Texts of which it has no row
+    come first."""
     begun = time.process_time()
     specs = load_specs(None)
 
@@ -158,11 +159,11 @@ def watch(record: Watch, rows: int, seconds: float | None = None) -> Iterator[Wa
             orders = range(one.first, one.first + one.rows)
             record.append(watched(one.backend, one.target, Built(specs[case.op], case, program), orders))
             yield record.by_id[one.id]
-    for place, (backend, target, case) in enumerate(candidates()):
+    if record.rows >= rows:
+        return
+    for place, backend, target, case in _left(record):
         if record.rows >= rows or over():
             return
-        if (backend, target, case.id) in record.by_id:
-            continue
         program = program_of(backend, target, case)
         built = None if program is None else Built(specs[case.op], case, program)
         if built is None:
@@ -172,6 +173,19 @@ def watch(record: Watch, rows: int, seconds: float | None = None) -> Iterator[Wa
         else:
             record.append(watched(backend, target, built, range(place * ORDERS, (place + 1) * ORDERS)))
             yield record.by_id[backend, target, case.id]
+
+
+def _left(record: Watch) -> list[tuple[int, str, str, Case]]:
+    """The candidates that `record` lacks, with their places: first those of programs of which it has no row."""
+    known = {(one.backend, one.target, one.text) for one in record.results if one.rows}
+    left = [(place, *one) for place, one in enumerate(candidates()) if (one[0], one[1], one[2].id) not in record.by_id]
+
+    def is_known(one: tuple[int, str, str, Case]) -> bool:
+        _, backend, target, case = one
+        program = program_of(backend, target, case)
+        return program is None or (backend, target, program_id(program.ptx)) in known
+
+    return sorted(left, key=is_known)
 
 
 def told(record: Watch) -> list[str]:

@@ -10,7 +10,16 @@ import torch
 from conformance.kernels.laws.law import specs
 from megamoe.contract import Case
 from megamoe.ops import Reference, reference
-from megamoe.ops.fmha import DISTRIBUTIONS, SCORES, drawn_lengths, key_rows, one_hot_keys, visible_keys
+from megamoe.ops.fmha import (
+    DISTRIBUTIONS,
+    SCORES,
+    drawn_lengths,
+    key_rows,
+    lone_keys,
+    one_hot_keys,
+    softmax_scale,
+    visible_keys,
+)
 
 SPEC = specs()["fmha"]
 FMHA: Reference = reference("fmha")
@@ -249,6 +258,32 @@ def test_one_hot_rows_attend_to_the_known_key(case_id: str) -> None:
             assert visible[i, keys[b, h, i]], f"{case.id}: row {i} is aimed at a key that it does not see"
             expected = values_of(inputs)[b, h // group, keys[b, h, i]].double()
             assert torch.allclose(o[b, h, i], expected, atol=1e-6), f"{case.id}: row {(b, h, i)} attends elsewhere"
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_lone_keys_overflow_without_their_key_and_leave_its_value(case_id: str) -> None:
+    case = SPEC.vary(SPEC.parse_case(case_id), inputs="lone_keys")
+    inputs = FMHA.make_inputs(case)
+    o, keys = FMHA.oracle(case, inputs)["o"], lone_keys(case)
+    group = case.int("heads") // case.int("kv_heads")
+    visible = visible_keys(case, torch.arange(case.int("t")))
+    logits = inputs["q"].double() @ inputs["k"].repeat_interleave(group, dim=1).double().mT * softmax_scale(case)
+    for b, h, i in torch.cartesian_prod(*(torch.arange(size) for size in keys.shape)).tolist():
+        if visible[i].any():
+            key = keys[b, h, i]
+            assert visible[i, key], f"{case.id}: row {i} is aimed at a key that it does not see"
+            others = logits[b, h, i, torch.arange(case.int("s_k")) != key]
+            gap = float((logits[b, h, i, key] - others).min()) if len(others) else math.inf
+            assert gap > 89.0, f"{case.id}: row {(b, h, i)} without its key overflows no exponential: {gap:.3g}"
+            right = values_of(inputs)[b, h // group, key].double()
+            assert torch.allclose(o[b, h, i], right, rtol=1e-12, atol=1e-30), f"{case.id}: row {(b, h, i)} has more"
+
+
+def test_lone_keys_come_to_all_places_of_a_tile() -> None:
+    case = SPEC.case(hd=128, t=128, s_k=200, inputs="lone_keys")
+    keys = lone_keys(case).flatten()
+    assert len(keys.unique()) == 128, f"{len(keys.unique())} keys are taken by 128 rows of 200 keys"
+    assert len((keys % 64).unique()) == 64, "a column of a tile of 64 keys is nobody's"
 
 
 def test_constant_v_comes_out_exactly() -> None:

@@ -152,9 +152,14 @@ def free(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> Latitude:
-    """Codes and scales that may lie on either side of a step, and the y of the side that the kernel took."""
+    """Codes and scales that may lie on either side of a step, and the y of the side that the kernel took.
+
+    Of the stage combine alone a kernel may choose whether it fuses products and sums, and y is one bf16 or one of two.
+    """
     routes, stage = routing(case, inputs["topk_ids"]), case["stage"]
-    if stage in ("l2", "combine") or case["activations"] == "bf16":
+    if stage == "combine":
+        return Latitude(codes={"y": _combined(case, inputs, outputs["y"], routes)} if "y" in outputs else {})
+    if stage == "l2" or case["activations"] == "bf16":
         return Latitude()
     given, nominal = _nominal(case, inputs, routes)
     gs = inputs["a2_gs"][routes.expert]
@@ -177,6 +182,14 @@ def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> L
             "a2_sf": Codes(seen, scales.lowest, scales.highest, axes["a2_sf"], routes.row),
         }
     )
+
+
+def _combined(case: Case, inputs: Inputs, y: torch.Tensor, routes: Routing) -> Codes:
+    """y of the stage combine between the one that fuses products and sums and the one that does not."""
+    rows, weight = inputs["rows"][routes.row].float(), inputs["topk_weights"]
+    ends = [combine(case, routes, rows, weight, fused=one).bfloat16().double() for one in (False, True)]
+    tokens = torch.arange(len(y), device=y.device)
+    return Codes(y.to(rows.device).double(), torch.minimum(*ends), torch.maximum(*ends), ("tokens", "hidden"), tokens)
 
 
 def sample(case: Case, inputs: Inputs, most_flops: int) -> Sample | None:

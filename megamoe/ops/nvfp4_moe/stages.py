@@ -116,14 +116,22 @@ def gs2(inputs: Inputs, expert: int | torch.Tensor, dtype: torch.dtype = torch.f
     return inputs["a2_gs"][expert].to(dtype) * scale if "a2_gs" in inputs else scale
 
 
-def combine(case: Case, routes: Routing, rows: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-    """[tokens, hidden] of the dtype of `rows` [routes, hidden], summed in ascending k; weighted if weight=after."""
+def combine(
+    case: Case, routes: Routing, rows: torch.Tensor, topk_weights: torch.Tensor, *, fused: bool = False
+) -> torch.Tensor:
+    """[tokens, hidden] of the dtype of `rows` [routes, hidden], summed in ascending k; weighted if weight=after.
+
+    `fused`: in fp32, each product is added without a rounding of its own.
+    """
     y = torch.zeros(case.int("tokens"), rows.shape[1], dtype=rows.dtype, device=rows.device)
     for k in range(case.int("topk")):
         entry = (routes.choice == k).nonzero().flatten()
         token = routes.token[entry]
         weight = topk_weights[token, k].to(rows.dtype)[:, None] if case["weight"] == "after" else 1.0
-        y[token] += rows[entry] * weight
+        if fused:
+            y[token] = (y[token].double() + rows[entry].double() * weight).to(rows.dtype)
+        else:
+            y[token] += rows[entry] * weight
     return y
 
 
