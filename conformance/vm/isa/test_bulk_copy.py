@@ -504,10 +504,11 @@ def test_lanes_that_issue_the_same_reduction_do_it_each(size: str) -> None:
 def test_a_load_that_nobody_was_elected_for() -> None:
     """Each lane's copy writes what the one before it writes, and the mbarrier counts the bytes of all of them."""
     body = f""".shared .align 16 .b8 buf[512]; .shared .b64 bar;
-    mov.u32 %r2, buf; mov.u32 %r3, bar; @%one mbarrier.init.shared.b64 [%r3], 1; {FENCE} bar.warp.sync 0xffffffff;
-    @%one mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 16; bar.warp.sync 0xffffffff;
+    mov.u32 %r2, buf; mov.u32 %r3, bar; setp.eq.u32 %p1, %lane, 0;
+    @%p1 mbarrier.init.shared.b64 [%r3], 1; {FENCE} bar.warp.sync 0xffffffff;
+    @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 16; bar.warp.sync 0xffffffff;
     cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%out], 16, [%r3]; ret;"""
-    kernel = Kernel("setp.eq.u32 %one, %lane, 0;".join(("", body)), {"out": np.ones(4, np.uint32)})
+    kernel = Kernel(body, {"out": np.ones(4, np.uint32)})
     with pytest.raises(Fault) as caught:
         kernel.run()
     assert caught.value.rule == "copy-not-awaited", f"found {caught.value}"
