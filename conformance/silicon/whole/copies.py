@@ -105,6 +105,19 @@ bar.sync 0;
             )
 
 
+_CLUSTER = """@%first mbarrier.init.shared::cta.b64 [gate], 1; fence.mbarrier_init.release.cluster;
+barrier.cluster.arrive.release.aligned;
+barrier.cluster.wait.acquire.aligned; mov.u32 %r30, tile; mov.u32 %r31, gate; mov.u32 %r35, %cluster_ctarank;
+mov.u32 %r36, %cluster_nctarank;
+add.u32 %r37, %r35, 1; rem.u32 %r37, %r37, %r36; mapa.shared::cluster.u32 %r32, %r30, %r37;
+mapa.shared::cluster.u32 %r33, %r31, %r37;"""
+_APART = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+_SHOWN = (
+    f"shl.b32 %r9, %tx, 4; add.u32 %r9, %r9, %r30; ld.shared.v2.b64 {{%d1, %d2}}, [%r9]; {_APART} {kept('%d1', '%d2')}"
+)
+"""16 bytes of `tile` a thread, kept; no CTA ends before all have come here."""
+
+
 _LANES = {
     "all lanes": ("", "setp.eq.u32 %p2, %tx, %tx;"),
     "half a warp": ("@%p2 ", "setp.lt.u32 %p2, %lane, 16;"),
@@ -128,14 +141,19 @@ def issued_programs() -> Iterator[Whole]:
     for who, (guard, choice) in _LANES.items():
         yield Whole(
             f"bulk reductions by {who}",
-            f"""{FILL} {_OPEN} {choice} vote.sync.ballot.b32 %r21, %p2, 0xFFFFFFFF; popc.b32 %r21, %r21;
-shl.b32 %r22, %r21, 8; add.u32 %r34, %r30, 10240; mov.b64 %d2, 7; shl.b32 %r9, %tx, 3; add.u32 %r9, %r9, %r34;
-st.shared.b64 [%r9], %d2; fence.proxy.async; @%first mbarrier.arrive.expect_tx.shared.b64 _, [gate], %r22;
-bar.warp.sync 0xFFFFFFFF; mapa.shared::cluster.u32 %r35, %r34, 0; mapa.shared::cluster.u32 %r36, %r31, 0;
+            f"""{FILL} {choice} mov.u32 %r30, tile;
 {guard}cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out], [%r30], 256;
-{guard}cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32
-    [%r35], [%r30], 256, [%r36];
-cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; {_WAIT} ld.shared.b64 %d2, [%r9]; {kept("%d2", at=1024)}""",
+cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;""",
+        )
+        yield Whole(
+            f"bulk reductions to a cluster by {who}",
+            f"""{FILL} {_CLUSTER} {choice} vote.sync.ballot.b32 %r21, %p2, 0xFFFFFFFF; popc.b32 %r21, %r21;
+shl.b32 %r22, %r21, 8; @%first mbarrier.arrive.expect_tx.shared.b64 _, [gate], %r22; {_APART} add.u32 %r9, %r30, 4096;
+{guard}cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32 [%r32], [%r9], 256, [%r33];
+{_WAIT} {_SHOWN}""",
+            32,
+            2,
+            2,
         )
         yield Whole(
             f"tensor reductions by {who}",
@@ -145,19 +163,6 @@ cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; {_WAIT} ld.shared.b64 %d
 cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;""",
             tensor_map=tensor,
         )
-
-
-_CLUSTER = """@%first mbarrier.init.shared::cta.b64 [gate], 1; fence.mbarrier_init.release.cluster;
-barrier.cluster.arrive.release.aligned;
-barrier.cluster.wait.acquire.aligned; mov.u32 %r30, tile; mov.u32 %r31, gate; mov.u32 %r35, %cluster_ctarank;
-mov.u32 %r36, %cluster_nctarank;
-add.u32 %r37, %r35, 1; rem.u32 %r37, %r37, %r36; mapa.shared::cluster.u32 %r32, %r30, %r37;
-mapa.shared::cluster.u32 %r33, %r31, %r37;"""
-_APART = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
-_SHOWN = (
-    f"shl.b32 %r9, %tx, 4; add.u32 %r9, %r9, %r30; ld.shared.v2.b64 {{%d1, %d2}}, [%r9]; {_APART} {kept('%d1', '%d2')}"
-)
-"""16 bytes of `tile` a thread, kept; no CTA ends before all have come here."""
 
 
 def cluster_programs() -> Iterator[Whole]:
