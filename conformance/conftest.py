@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from megamoe.runner.child import give_memory_back
+from megamoe.runner.process import fork_keepers_from_the_server
 
 # Kernels are small, and threads that wait for each other cost more than they save: ten times more on two busy cores.
 # numpy and torch read these when they are imported, which is after this file.
@@ -48,9 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the profile, unless --hypothesis-profile has."""
+    """Chooses the profile, unless --hypothesis-profile has; keepers share the pages of the server of workers."""
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("ci" if _in_ci() else "default")
+    fork_keepers_from_the_server()
 
 
 def pytest_collection_finish() -> None:
