@@ -1,0 +1,130 @@
+"""conformance.forked_workers: every test has its outcome, whatever becomes of the process that runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from conformance import ROOT
+from conformance.forked_workers import MOST_AT_A_TIME, pieces
+
+SUITE = """
+import os, warnings
+import pytest
+
+def test_fails():
+    print("said before it failed")
+    os.system("echo said by a child")
+    assert [1, 2] == [1, 3]
+
+def test_leaves():
+    os._exit(3)
+
+def test_is_killed():
+    os.kill(os.getpid(), 9)
+
+def test_warns():
+    warnings.warn("look out", DeprecationWarning)
+
+@pytest.mark.xfail
+def test_is_known():
+    assert 0
+
+def test_is_skipped():
+    pytest.skip("not here")
+
+@pytest.fixture
+def broken():
+    raise ValueError("no such luck")
+
+def test_has_no_fixture(broken):
+    pass
+"""
+SHARES = """
+import os
+import pytest
+
+COLLECTED = os.getpid()
+
+@pytest.fixture(scope="module")
+def once():
+    with open("made", "a") as made:
+        made.write(f"{os.getpid()}\\n")
+    yield
+    with open("made", "a") as made:
+        made.write("gone\\n")
+
+@pytest.mark.parametrize("number", range(9))
+def test_a_fixture_of_the_module(once, number, tmp_path):
+    assert os.getpid() != COLLECTED
+    assert not [*tmp_path.iterdir()]
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("suite")
+    (folder / "test_suite.py").write_text(SUITE)
+    (folder / "test_shares.py").write_text(SHARES)
+    return folder, _pytest(folder, "--forks", "2")
+
+
+def _pytest(folder: Path, *arguments: str) -> str:
+    # The plugin is found by its place, and there is no conftest.py of ours.
+    chosen = ["-ra", "-p", "no:cacheprovider", "-p", "conformance.forked_workers", *arguments]
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import pytest; sys.exit(pytest.main({chosen!r}))"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    return ended.stdout + ended.stderr
+
+
+def test_every_test_has_its_outcome(ran: tuple[Path, str]) -> None:
+    _, said = ran
+    assert "3 failed, 10 passed, 1 skipped, 1 xfailed, 1 warning, 1 error in" in said, said
+
+
+def test_a_test_whose_worker_dies_is_named_and_the_others_run(ran: tuple[Path, str]) -> None:
+    _, said = ran
+    assert "the worker of test_suite.py::test_leaves died with exit status 3" in said
+    assert "the worker of test_suite.py::test_is_killed died of SIGKILL" in said
+
+
+def test_a_failure_is_told_as_ever(ran: tuple[Path, str]) -> None:
+    _, said = ran
+    assert "At index 1 diff: 2 != 3" in said, "the assertion is explained"
+    assert "said before it failed\nsaid by a child" in said, "what it printed is shown"
+    assert "no such luck" in said
+    assert "DeprecationWarning: look out" in said
+
+
+def test_what_a_module_shares_is_made_once(ran: tuple[Path, str]) -> None:
+    folder, _ = ran
+    made = (folder / "made").read_text().splitlines()
+    assert len(made) == 2, f"one worker has the whole module, and tears down what it shares: {made}"
+
+
+def test_the_first_failure_can_end_it_all(ran: tuple[Path, str]) -> None:
+    folder, _ = ran
+    said = _pytest(folder, "--forks", "1", "-x")
+    assert "1 failed, 9 passed" in said, said
+    assert "stopping after 1 failures" in said
+
+
+@pytest.mark.parametrize("asked", ["-1", "many"])
+def test_a_number_that_is_none_is_refused(ran: tuple[Path, str], asked: str) -> None:
+    assert f"--forks is '{asked}'; it must be a number of processes, or auto" in _pytest(ran[0], f"--forks={asked}")
+
+
+def test_every_test_is_handed_out_once_and_with_its_module() -> None:
+    sizes = {"a": 3, "b": 2 * MOST_AT_A_TIME + 1, "c": 1}
+    modules = [name for name, size in sizes.items() for _ in range(size)]
+    handed = [*pieces(modules)]
+    assert [number for piece in handed for number in piece] == [*range(len(modules))]
+    assert all(len({modules[number] for number in piece}) == 1 for piece in handed)
+    assert max(map(len, handed)) <= MOST_AT_A_TIME
+    assert Counter(modules[piece[0]] for piece in handed) == {"a": 1, "b": 3, "c": 1}
