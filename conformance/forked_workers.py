@@ -2,7 +2,8 @@
 
 A worker of pytest-xdist is a fresh interpreter that imports and collects everything by itself. Forks share that, in
 time and in memory, and the process that has collected runs no test, so that a fork that dies is replaced by another
-that begins as clean. A worker takes the tests of one module at a time, so that what they share is made once.
+that begins as clean. So is one that has grown too much. A worker takes the tests of one module at a time, so that what
+they share is made once.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from typing import Any, Final, NoReturn, cast
 
 import pytest
 
-from megamoe.runner.child import with_parent_dies
+from megamoe.runner.child import resident_mib, with_parent_dies
 from megamoe.runner.process import manner_of_death
 
 MOST_AT_A_TIME: Final = 64
 """Tests of one module that a worker takes at once: the last worker shall not have much to do when the others end."""
+MAX_GROWTH_MIB: Final = 512
+"""Resident memory that a worker may have more than at its fork, or it gives way to another after the tests it has."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -126,16 +129,14 @@ class ForkedWorkers:
                 self._bury(session, worker)
 
     def _bury(self, session: pytest.Session, worker: Worker) -> None:
-        """Reports the test in which a worker has died; another takes the tests that were left to it."""
+        """Reports the test in which a worker has died, if any; another takes the tests that are left."""
         self._workers.remove(worker)
         worker.pipe.close()
         status = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
-        if worker.doing is None and not worker.left and status == 0:
-            return
         if worker.doing is not None:
             session.config.hook.pytest_runtest_logreport(report=death_of(session.items[worker.doing], status))
-        elif not worker.left:
-            raise pytest.UsageError(f"a worker has died {manner_of_death(status)} after its last test")
+        elif status:
+            raise pytest.UsageError(f"a worker of tests died {manner_of_death(status)} between two of them")
         if worker.left:
             self._queue.appendleft([*worker.left])
         if self._queue:
@@ -207,10 +208,10 @@ def _stand_apart(config: pytest.Config) -> None:
 
 
 def _run(session: pytest.Session, pipe: Connection) -> None:
-    given = deque[int]()
+    given, at_first = deque[int](), resident_mib()
 
     def take() -> int | None:
-        if not given:
+        if not given and resident_mib() < at_first + MAX_GROWTH_MIB:
             pipe.send(("next", None))
             given.extend(pipe.recv())
         return given.popleft() if given else None
