@@ -226,7 +226,7 @@ def _run(session: pytest.Session, pipe: Connection) -> None:
         number = following
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Teller:
     """Passes on what is reported in a worker. `begun`: pytest tells a new plugin of all warnings before it, too."""
 
