@@ -69,7 +69,9 @@ def test_a_fixture_of_the_module(once, number, tmp_path):
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("suite")
     (folder / "test_suite.py").write_text(SUITE)
-    (folder / "test_shares.py").write_text(SHARES)
+    (folder / "below").mkdir()
+    (folder / "below" / "conftest.py").write_text("")
+    (folder / "below" / "test_shares.py").write_text(SHARES)
     return folder, _pytest(folder, "--forks", "2")
 
 
