@@ -22,9 +22,8 @@ BLOCK = 1 << 22
 HASHES = np.load(SILICON / "numerics" / "mufu_hashes.npz")
 # Outputs are made and added up in pieces that a core's cache holds: three times faster than a block at once.
 PIECE = 1 << 16
+_WEIGHTS = 2 * np.arange(BLOCK, dtype=np.uint64) + np.uint64(1)
 _COUNT = np.arange(PIECE, dtype=np.uint64)
-# A float64 is exact for the sums of 2^16 products of a half word and a weight below 2^17.
-_WEIGHTS = np.stack([np.ones(PIECE), 2.0 * np.arange(PIECE) + 1.0])
 _UNIT = {"mufu_sin": mufu.sin, "mufu_cos": mufu.cos, "rcp64h": mufu.rcp64h, "rsq64h": mufu.rsq64h, "tanh": mufu.tanh}
 
 
@@ -87,15 +86,8 @@ def _hashes(functions: Mapping[str, Callable[..., Words]], block: int) -> dict[s
         else:
             words = pairs(first, int(operands[-1]))
         for name, function in functions.items():
-            totals[name] += _weighted(function(*words), at)
+            totals[name] += int(np.dot(function(*words).astype(np.uint64), _WEIGHTS[at : at + PIECE]))
     return {name: total % (1 << 64) for name, total in totals.items()}
-
-
-def _weighted(outputs: Words, at: int) -> int:
-    """The sum of out[j] (2 j + 1), of outputs that begin with number `at` of their block."""
-    halves = outputs.view(np.uint16).reshape(-1, 2).astype(np.float64)
-    (low, high), (low_weighted, high_weighted) = (_WEIGHTS @ halves).tolist()
-    return (int(low_weighted) + 2 * at * int(low)) + ((int(high_weighted) + 2 * at * int(high)) << 16)
 
 
 if __name__ == "__main__":
