@@ -43,11 +43,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Takes over the loop where tests shall run in forks."""
     asked = str(config.getoption("--forks"))
-    count = len(os.sched_getaffinity(0)) if asked == "auto" else int(asked) if asked.isdecimal() else -1
+    count = _cores() if asked == "auto" else int(asked) if asked.isdecimal() else -1
     if count < 0:
         raise pytest.UsageError(f"--forks is {asked!r}; it must be a number of processes, or auto")
     if count and not config.getoption("usepdb") and not config.getoption("collectonly"):
         config.pluginmanager.register(ForkedWorkers(count))
+
+
+def _cores() -> int:
+    """Those that this process may use, where the system says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(slots=True)

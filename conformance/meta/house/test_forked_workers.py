@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -65,61 +66,77 @@ def test_a_fixture_of_the_module(once, number, tmp_path):
 """
 
 
+class Ran(NamedTuple):
+    """A run of pytest in `folder`: its exit status, and all that it said."""
+
+    folder: Path
+    status: int
+    said: str
+
+
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("suite")
     (folder / "test_suite.py").write_text(SUITE)
     (folder / "below").mkdir()
     (folder / "below" / "conftest.py").write_text("")
     (folder / "below" / "test_shares.py").write_text(SHARES)
-    return folder, _pytest(folder, "--forks", "2")
+    ended = _pytest(folder, "--forks", "2")
+    (folder / "made").rename(folder / "made first")
+    return Ran(folder, *ended)
 
 
-def _pytest(folder: Path, *arguments: str) -> str:
+def _pytest(folder: Path, *arguments: str) -> tuple[int, str]:
     # The plugin is found by its place, and there is no conftest.py of ours.
     chosen = ["-ra", "-p", "no:cacheprovider", "-p", "conformance.forked_workers", *arguments]
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import pytest; sys.exit(pytest.main({chosen!r}))"
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
-    return ended.stdout + ended.stderr
+    return ended.returncode, ended.stdout + ended.stderr
 
 
-def test_every_test_has_its_outcome(ran: tuple[Path, str]) -> None:
-    _, said = ran
-    assert "3 failed, 10 passed, 1 skipped, 1 xfailed, 1 warning, 1 error in" in said, said
+def test_every_test_has_its_outcome(ran: Ran) -> None:
+    assert "3 failed, 10 passed, 1 skipped, 1 xfailed, 1 warning, 1 error in" in ran.said, ran.said
+    assert ran.status == pytest.ExitCode.TESTS_FAILED
 
 
-def test_a_test_whose_worker_dies_is_named_and_the_others_run(ran: tuple[Path, str]) -> None:
-    _, said = ran
+def test_where_all_passes_it_ends_with_0(ran: Ran) -> None:
+    status, said = _pytest(ran.folder, "--forks", "2", "below")
+    assert (status, "9 passed" in said) == (0, True), said
+
+
+def test_a_test_whose_worker_dies_is_named_and_the_others_run(ran: Ran) -> None:
+    said = ran.said
     assert "the worker of test_suite.py::test_leaves died with exit status 3" in said
     assert "the worker of test_suite.py::test_is_killed died of SIGKILL" in said
 
 
-def test_a_failure_is_told_as_ever(ran: tuple[Path, str]) -> None:
-    _, said = ran
+def test_a_failure_is_told_as_ever(ran: Ran) -> None:
+    said = ran.said
     assert "At index 1 diff: 2 != 3" in said, "the assertion is explained"
     assert "said before it failed\nsaid by a child" in said, "what it printed is shown"
     assert "no such luck" in said
     assert "DeprecationWarning: look out" in said
 
 
-def test_what_a_module_shares_is_made_once(ran: tuple[Path, str]) -> None:
-    folder, _ = ran
-    made = (folder / "made").read_text().splitlines()
+def test_what_a_module_shares_is_made_once(ran: Ran) -> None:
+    made = (ran.folder / "made first").read_text().splitlines()
     assert len(made) == 2, f"one worker has the whole module, and tears down what it shares: {made}"
 
 
-def test_the_first_failure_can_end_it_all(ran: tuple[Path, str]) -> None:
-    folder, _ = ran
-    said = _pytest(folder, "--forks", "1", "-x")
+def test_the_first_failure_can_end_it_all(ran: Ran) -> None:
+    status, said = _pytest(ran.folder, "--forks", "1", "-x")
+    assert status == pytest.ExitCode.TESTS_FAILED
     assert "1 failed, 9 passed" in said, said
     assert "stopping after 1 failures" in said
 
 
 @pytest.mark.parametrize("asked", ["-1", "many"])
-def test_a_number_that_is_none_is_refused(ran: tuple[Path, str], asked: str) -> None:
-    assert f"--forks is '{asked}'; it must be a number of processes, or auto" in _pytest(ran[0], f"--forks={asked}")
+def test_a_number_that_is_none_is_refused(ran: Ran, asked: str) -> None:
+    assert (
+        f"--forks is '{asked}'; it must be a number of processes, or auto" in _pytest(ran.folder, f"--forks={asked}")[1]
+    )
 
 
 def test_every_test_is_handed_out_once_and_with_its_module() -> None:
