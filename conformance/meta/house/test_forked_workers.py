@@ -132,6 +132,29 @@ def test_the_first_failure_can_end_it_all(ran: Ran) -> None:
     assert "stopping after 1 failures" in said
 
 
+GROWS = """
+import os
+from pathlib import Path
+
+KEPT = []
+
+def test_grows():
+    KEPT.append(b"x" * (GROWTH << 20))
+    Path(f"{Path(__file__).stem}.pid").write_text(str(os.getpid()))
+"""
+
+
+@pytest.mark.parametrize(("growth", "workers"), [(0, 1), (64, 2)])
+def test_a_worker_that_has_grown_gives_way(tmp_path: Path, growth: int, workers: int) -> None:
+    (tmp_path / "conftest.py").write_text("from conformance import forked_workers as x\nx.MAX_GROWTH_MIB = 32\n")
+    for name in ("first", "second", "third"):
+        (tmp_path / f"test_{name}.py").write_text(GROWS.replace("GROWTH", str(growth)))
+    status, said = _pytest(tmp_path, "--forks", "1")
+    assert (status, "3 passed" in said) == (0, True), said
+    pids = {path.read_text() for path in tmp_path.glob("*.pid")}
+    assert len(pids) == workers, f"each test keeps {growth} MiB, a worker may grow by 32, and asks one test ahead"
+
+
 @pytest.mark.parametrize("asked", ["-1", "many"])
 def test_a_number_that_is_none_is_refused(ran: Ran, asked: str) -> None:
     assert (
