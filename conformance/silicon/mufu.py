@@ -8,7 +8,7 @@ H200 (driver 580.159.04, CUDA 13.0) on 2026-11-21 by running each instruction on
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -59,19 +59,35 @@ def function_of(name: str) -> Callable[..., Words]:
     return lambda *words: spelt(*[one.view(np.float32) for one in words]).view(np.uint32)
 
 
-def differing(name: str, blocks: Iterable[int]) -> list[int]:
-    """Those of `blocks` whose outputs are not an H200's. Block k of a unary function holds the operands from k 2^22."""
-    wanted, function = HASHES[name], function_of(name)
-    return [block for block in blocks if _hash(name, function, block) != int(wanted[block])]
+def operands_of(name: str) -> str:
+    """What the functions of the hashes have in common that are asked with the same words."""
+    return f"div{name[-1]}" if name.startswith("div") else "unary"
 
 
-def _hash(name: str, function: Callable[..., Words], block: int) -> int:
-    total = 0
+def differing(names: Sequence[str], blocks: Iterable[int]) -> list[tuple[str, int]]:
+    """Those of `blocks` whose outputs are not an H200's, with the name of the function. All names are of the same
+    operands. Block k of a unary function holds the operands from k 2^22."""
+    functions = {name: function_of(name) for name in names}
+    return [
+        (name, block)
+        for block in blocks
+        for name, found in _hashes(functions, block).items()
+        if found != int(HASHES[name][block])
+    ]
+
+
+def _hashes(functions: Mapping[str, Callable[..., Words]], block: int) -> dict[str, int]:
+    (operands,) = {operands_of(name) for name in functions}
+    totals = dict.fromkeys(functions, 0)
     for at in range(0, BLOCK, PIECE):
         first = block * BLOCK + at
-        words = pairs(first, int(name[-1])) if name.startswith("div") else ((_COUNT + np.uint64(first)).astype("u4"),)
-        total += int(np.dot(function(*words).astype(np.uint64), _WEIGHTS[at : at + PIECE]))
-    return total % (1 << 64)
+        if operands == "unary":
+            words = ((_COUNT + np.uint64(first)).astype(np.uint32),)
+        else:
+            words = pairs(first, int(operands[-1]))
+        for name, function in functions.items():
+            totals[name] += int(np.dot(function(*words).astype(np.uint64), _WEIGHTS[at : at + PIECE]))
+    return {name: total % (1 << 64) for name, total in totals.items()}
 
 
 if __name__ == "__main__":
@@ -79,4 +95,4 @@ if __name__ == "__main__":
     with np.errstate(all="ignore"):
         for name in HASHES.files:
             blocks = range(0, len(HASHES[name]), step)
-            print(f"{name}: {len(differing(name, blocks))} of {len(blocks)} blocks differ", flush=True)
+            print(f"{name}: {len(differing([name], blocks))} of {len(blocks)} blocks differ", flush=True)

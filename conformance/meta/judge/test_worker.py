@@ -93,6 +93,10 @@ START_LATE = """
 import multiprocessing, sys
 from _multiprocessing import sem_unlink
 from megamoe.judge.worker import worker_pool
+from megamoe.runner import forks
+
+# What fails here needs no torch.
+forks.PRELOADED = ()
 
 class Unreadable:
     def __reduce__(self):
@@ -184,6 +188,8 @@ def test_a_worker_of_somebody_s_pool_has_a_keeper(monkeypatch: pytest.MonkeyPatc
     """multiprocessing lets a daemon have no children of its own."""
     monkeypatch.setattr(process, "_OWN", {})
     monkeypatch.setattr(process, "_COMMANDS", set[int]())
+    # torch itself would be no news.
+    monkeypatch.setattr(process, "PRELOADED", ("json",))
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # pyright: ignore
     process.fork_keepers_from_the_server()
     keeper = nursery(torch=True)
