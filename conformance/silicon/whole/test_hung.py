@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from conformance.silicon.whole.hung import BARRIER_TWICE, UNIFORM_COUNTER, causes
+from dataclasses import replace
+
+import pytest
+
+from conformance.silicon.whole.drawn import drawn
+from conformance.silicon.whole.hung import BARRIER_TWICE, ENDED, UNIFORM_COUNTER, causes
+from conformance.silicon.whole.on_machine import answer, schedule_of
 
 SPINS = """
 .L_x_5:
@@ -28,3 +34,12 @@ def test_a_barrier_that_is_done_again_is_seen() -> None:
     ptx, sass = "bar.red.and.pred %p0, 0, %p1;", "BAR.RED.AND.DEFER_BLOCKING 0x0, !P0 ;\n"
     assert not causes(ptx, sass), "as many as in the text"
     assert causes(ptx, sass * 2) == [BARRIER_TWICE]
+
+
+@pytest.mark.parametrize("number", ENDED)
+def test_a_change_with_which_a_program_ends_changes_nothing_that_it_leaves(number: int) -> None:
+    program = drawn(number)
+    for text in (program.text, ENDED[number].changed(program.text)):
+        left = answer(replace(program, text=text), schedule_of(number))
+        assert not left.found, f"the machine finds {left.found[0]}"
+        assert left.hash == ENDED[number].left, f"{left.hash:#x}, where the H200 leaves {ENDED[number].left:#x} by -O0"
