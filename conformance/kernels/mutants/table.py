@@ -191,7 +191,7 @@ def _of_our_programs(found: Sequence[Outcome]) -> list[str]:
     return [
         "## Programs as they are",
         "",
-        "Made by `nox -s mutants -- --unmutated 5000`, from `results/unmutated.jsonl`: findings are "
+        "Made by `nox -s mutants -- --unmutated 9000`, from `results/unmutated.jsonl`: findings are "
         "collected, and the bits are those of the run in order.",
         "",
         *told_of_rows(Watch()),
