@@ -22,7 +22,7 @@ import numpy as np
 
 from backends.vm.bind.flow import Bound, FlowGraph
 from backends.vm.counting import count_nonzero
-from backends.vm.machine.code import WIDTH_OF_VIEW, Key, RegisterRows, Step
+from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Key, RegisterRows, Step
 from backends.vm.machine.undefined import Bits, all_bits, lanes_of, no_bits
 from backends.vm.memory.definedness import Mask, Origin
 from backends.vm.ptx.ast import Negated
@@ -135,9 +135,10 @@ def any_operand(seen: Computing) -> Sequence[Bits]:
         lost = sum((undefined.bits(key).view(f"u{size}") != 0 for key in item.uses if key[0] > 1), np.False_)
         whole = np.where(lost, np.iinfo(f"u{size}").max, 0).astype(f"u{size}")
         return [whole.view(no_bits(key[0]).dtype) for key in item.defines]
-    lanes = np.zeros(seen.warp.mask.shape, np.bool_)
-    for key in item.uses:
-        lanes |= lanes_of(undefined.bits(key))
+    found = [undefined[key].bits for key in item.uses if key in undefined]
+    lanes = lanes_of(found[0])
+    for bits in found[1:]:
+        lanes = lanes | lanes_of(bits)
     return [all_bits(key[0], lanes) for key in item.defines]
 
 
@@ -171,10 +172,13 @@ def moved(seen: Computing, *controls: int) -> Sequence[Bits] | None:
 class InstructionCarrier:
     """See machine.undefined.Carrier."""
 
-    __slots__ = ("_item", "_rule", "touches")
+    __slots__ = ("_computed_from", "_deciding", "_item", "_rule", "touches")
 
     def __init__(self, item: Bound) -> None:
         self._item = item
+        travels = item.carry.travels if item.carry is not None else frozenset[Key]()
+        self._computed_from = [key for key in item.uses if key != item.guard_key]
+        self._deciding = [key for key in self._computed_from if key in item.addresses or key not in travels]
         self._rule = _RULES.get(item.instruction.parts[0], any_operand) if item.form.counter in PURE else None
         self.touches = frozenset((*item.uses, *item.defines))
 
@@ -210,12 +214,11 @@ class InstructionCarrier:
         if self._rule is not None:
             return self._compute(warp, step, lanes, self._rule)
         item, undefined = self._item, warp.undefined
-        travels = item.carry.travels if item.carry is not None else frozenset[Key]()
-        for key in item.uses:
-            if key in item.addresses:
-                undefined.decide(warp, key, "the address of this access", item.instruction.line, lanes)
-            elif key not in travels and key != item.guard_key:
-                undefined.decide(warp, key, f"what this {item.instruction.opcode} does", item.instruction.line, lanes)
+        for key in self._deciding:
+            if key in undefined:
+                address = key in item.addresses
+                what = "the address of this access" if address else f"what this {item.instruction.opcode} does"
+                undefined.decide(warp, key, what, item.instruction.line, lanes)
         if item.carry is not None:
             return item.carry.around(warp, step)
         outcome = step(warp)
@@ -225,8 +228,8 @@ class InstructionCarrier:
 
     def _compute(self, warp: Warp, step: Step, lanes: Mask, rule: Rule) -> object:
         item, undefined = self._item, warp.undefined
-        known = [key for key in item.uses if key in undefined and key != item.guard_key]
-        if len(known) > 1:
+        known = [key for key in self._computed_from if key in undefined]
+        if len(known) > 1 and count_nonzero(lanes) < LANES:
             here = [key for key in known if count_nonzero(lanes_of(undefined.bits(key)) & lanes)]
             known = here or known
         if not known:

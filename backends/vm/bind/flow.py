@@ -73,6 +73,11 @@ class Bound:
         """Do `first` before all that `step` does."""
         self.step, self.before = preceded(first, self.step), (first, *self.before)
 
+    def as_bound(self) -> Bound:
+        """This instruction before data-flow has put anything before it; of no function in the ring."""
+        assert self.plain is not None, "an instruction in the ring has no plain step"
+        return replace(self, step=self.plain, before=())
+
     @property
     def guard_key(self) -> Key | None:
         """The guard's register as a key."""

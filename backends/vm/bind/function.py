@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
@@ -134,18 +135,57 @@ def leave(warp: Warp) -> object:
     return HANDLED
 
 
+@dataclass(slots=True)
+class Relatives:
+    """Functions of one module, or of copies of it, that differ in few instructions: the first one that is bound leaves
+    its instructions to those that declare the same."""
+
+    target: tuple[str, Version] | None = None
+    rows: RegisterRows | None = None
+    bound: dict[Instruction, Bound] = field(default_factory=dict[Instruction, Bound])
+
+    def rows_for(
+        self, types: Mapping[str, str], symbols: Mapping[str, str], target: tuple[str, Version]
+    ) -> RegisterRows:
+        """Rows for a function of these declarations: those of the first one and its own, if it is no relative."""
+        rows = self.rows
+        if rows is not None and (rows.types, rows.symbols, self.target) == (types, symbols, target):
+            return rows.extended()
+        return RegisterRows.of(types, symbols)
+
+    def instruction(self, one: Instruction, rows: RegisterRows) -> Bound | None:
+        """What the first function has bound, if it has the very instruction and `rows` are its rows."""
+        known = self.bound.get(one) if self.rows is not None and rows.used is self.rows.used else None
+        return None if known is None else known.as_bound()
+
+    def leave(self, target: tuple[str, Version], rows: RegisterRows, bound: Sequence[Bound]) -> None:
+        """A function has been bound, maybe the first one."""
+        if self.rows is None:
+            self.target, self.rows = target, rows
+            self.bound = {one.instruction: one for one in bound}
+
+
 def build(
-    function: Function, symbol_spaces: Mapping[str, str], target: str, version: Version, *, ring: bool = False
+    function: Function,
+    symbol_spaces: Mapping[str, str],
+    target: str,
+    version: Version,
+    *,
+    ring: bool = False,
+    relatives: Relatives | None = None,
 ) -> Code:
     """Bind every instruction of `function` and cut it into blocks.
 
     `symbol_spaces` maps the names of variables and parameters that it may address to their state space. `target` and
     `version` are those of its module; an instruction that they do not have is refused. `ring`: floats are elements of a
-    ring.
+    ring. `relatives`: instructions that are bound already.
     UnknownInstructionError for the first instruction that this machine does not have.
     """
-    rows = RegisterRows.of(function.registers, symbol_spaces)
-    bound = [_bind(instruction, rows, target, version, ring=ring) for instruction in function.instructions]
+    known = Relatives() if relatives is None else relatives
+    rows = known.rows_for(function.registers, symbol_spaces, (target, version))
+    bound = [
+        known.instruction(one, rows) or _bind(one, rows, target, version, ring=ring) for one in function.instructions
+    ]
     rows.used.update(key for item in bound for key in item.uses)
     leaders = _leaders(function, bound)
     block_of = {start: number for number, start in enumerate(leaders)}
@@ -155,6 +195,8 @@ def build(
     unwritten = unwritten_registers(graph, rows)
     check_warpgroup_registers(graph)
     end_loads_at_use(graph)
+    if relatives is not None:
+        relatives.leave((target, version), rows, bound)
     return Code(function, [_block(function, bound, block, block_of, rows) for block in blocks], rows, unwritten)
 
 
@@ -270,15 +312,19 @@ def _align(offset: int, align: int) -> int:
     return -(-offset // align) * align
 
 
-def bind_function(module: Module, function: Function, *, ring: bool = False) -> BoundFunction:
+def bind_function(
+    module: Module, function: Function, *, ring: bool = False, relatives: Relatives | None = None
+) -> BoundFunction:
     """Bind the code of `function` and place its parameters, locals and the module's shared variables. `ring`: floats
-    are elements of a ring."""
+    are elements of a ring, and `function` has no `relatives`."""
     function = with_calls_in_place(module, function)
     visible = {**module.variables, **{v.name: v for v in (*function.variables, *function.params)}}
     spaces = {name: variable.space for name, variable in visible.items()}
     spaces.update(dict.fromkeys(function.labels, "code"))
     target = next((one for one in module.target if one.startswith("sm_")), "")
-    layout = BoundFunction(build(function, spaces, target, module.version, ring=ring), module.variables)
+    layout = BoundFunction(
+        build(function, spaces, target, module.version, ring=ring, relatives=relatives), module.variables
+    )
     dynamic: set[str] = set()
     shared = RESERVED
     for variable in (*module.variables.values(), *function.variables):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import access
-from backends.vm.machine.code import LANES, SCRATCH_ROWS
+from backends.vm.machine.code import LANES, SCRATCH_ROWS, RowIndex, index_of
 from backends.vm.machine.quick_access import QuickAccess
 from backends.vm.machine.undefined import BecameUndefined, spread, undefined_words
 from backends.vm.machine.warp import Warp
@@ -98,18 +98,19 @@ def mma(b: Binder) -> Step:
         raise b.error(f"D is {b.words['d']} and C {c_type}: they must be of one type")
     k = int(b.words["shape"].partition("k")[2])
     (a_fragment, b_fragment), c_fragment = _inputs(a_type, k), _accumulator(c_type)
-    rows, (rows_a, rows_b, rows_c) = _operands(b, a_fragment, b_fragment, c_fragment)
+    rows, operands = _operands(b, a_fragment, b_fragment, c_fragment)
+    index_d, index_a, index_b, index_c = map(index_of, (rows, *operands))
     what = b.instruction.opcode
 
     def step(warp: Warp) -> None:
         whole_warp(warp, what)
-        left = to_float32(to_matrix(_gather(warp, rows_a), a_fragment), a_type)
-        right = to_float32(to_matrix(_gather(warp, rows_b), b_fragment), b_type)
-        codes = summed(warp, left, right, to_matrix(_gather(warp, rows_c), c_fragment), c_type, a_type)
-        _scatter(warp, rows, to_registers(codes.astype(f"u{c_fragment.element_bits // 8}"), c_fragment))
+        left = to_float32(to_matrix(_gather(warp, index_a), a_fragment), a_type)
+        right = to_float32(to_matrix(_gather(warp, index_b), b_fragment), b_type)
+        codes = summed(warp, left, right, to_matrix(_gather(warp, index_c), c_fragment), c_type, a_type)
+        _scatter(warp, index_d, to_registers(codes.astype(f"u{c_fragment.element_bits // 8}"), c_fragment))
         _count(warp, k)
 
-    _carry_products(b, rows, (rows_a, rows_b, rows_c), (a_fragment, b_fragment, c_fragment))
+    _carry_products(b, rows, operands, (a_fragment, b_fragment, c_fragment))
     return step
 
 
@@ -120,20 +121,21 @@ def mma_integer(b: Binder) -> Step:
     dtype_a, dtype_b = (np.dtype(np.int8 if b.words[name] == "s8" else np.uint8) for name in ("a", "b"))
     k, clamp = int(b.words["shape"].partition("k")[2]), bool(b.words["satfinite"])
     (a_fragment, b_fragment), c_fragment = _inputs("s8", k), _accumulator("s32")
-    rows, (rows_a, rows_b, rows_c) = _operands(b, a_fragment, b_fragment, c_fragment)
+    rows, operands = _operands(b, a_fragment, b_fragment, c_fragment)
+    index_d, index_a, index_b, index_c = map(index_of, (rows, *operands))
     what = b.instruction.opcode
 
     def step(warp: Warp) -> None:
         whole_warp(warp, what)
-        left = to_matrix(_gather(warp, rows_a), a_fragment).view(dtype_a).astype(np.int64)
-        right = to_matrix(_gather(warp, rows_b), b_fragment).view(dtype_b).astype(np.int64)
-        total = left @ right + to_matrix(_gather(warp, rows_c), c_fragment).view(np.int32)
+        left = to_matrix(_gather(warp, index_a), a_fragment).view(dtype_a).astype(np.int64)
+        right = to_matrix(_gather(warp, index_b), b_fragment).view(dtype_b).astype(np.int64)
+        total = left @ right + to_matrix(_gather(warp, index_c), c_fragment).view(np.int32)
         if clamp:
             total = np.clip(total, _S32_MIN, _S32_MAX)
-        _scatter(warp, rows, to_registers(total.astype(np.uint32), c_fragment))
+        _scatter(warp, index_d, to_registers(total.astype(np.uint32), c_fragment))
         _count(warp, k)
 
-    _carry_products(b, rows, (rows_a, rows_b, rows_c), (a_fragment, b_fragment, c_fragment))
+    _carry_products(b, rows, operands, (a_fragment, b_fragment, c_fragment))
     return step
 
 
@@ -148,21 +150,38 @@ def _carry_products(
     def carry(warp: Warp, run: Step) -> object:
         undefined = warp.undefined
         origin = undefined.origin(keys, line)
-        a, right, c = (
-            None if undefined.keys().isdisjoint(operand)
-            else to_matrix(np.array([undefined.bits(key) for key in operand]), fragment) != 0
-            for operand, fragment in zip(each, fragments, strict=True)
-        )  # fmt: skip
-        lost = np.zeros(fragments[2].shape, np.bool_) if c is None else c
-        if a is not None:
-            lost |= a.any(axis=1)[:, None]
-        if right is not None:
-            lost |= right.any(axis=0)[None, :]
+        hidden = [
+            None if undefined.keys().isdisjoint(operand) else b"".join(undefined.bits(key).tobytes() for key in operand)
+            for operand in each
+        ]
         outcome = run(warp)
-        undefined.put_rows(rows, to_registers(spread(lost, fragments[2].element_bits), fragments[2]), warp.mask, origin)
+        undefined.put_rows(rows, _lost_products(*hidden, fragments), warp.mask, origin)
         return outcome
 
     b.carry(carry, *keys)
+
+
+@lru_cache(maxsize=256)
+def _lost_products(
+    a: bytes | None, right: bytes | None, c: bytes | None, fragments: tuple[Fragment, Fragment, Fragment]
+) -> tuple[Words, ...]:
+    """The undefined bits of each register of D; of the operands, those of all registers, None where there are none.
+
+    A loop multiplies the same rows of padding again and again.
+    """
+    of_a, of_b, of_c = (
+        None if bits is None
+        else to_matrix(np.frombuffer(bits, np.uint32).reshape(fragment.registers, -1), fragment) != 0
+        for bits, fragment in zip((a, right, c), fragments, strict=True)
+    )  # fmt: skip
+    lost = np.zeros(fragments[2].shape, np.bool_) if of_c is None else of_c
+    if of_a is not None:
+        lost |= of_a.any(axis=1)[:, None]
+    if of_b is not None:
+        lost |= of_b.any(axis=0)[None, :]
+    words = to_registers(spread(lost, fragments[2].element_bits), fragments[2])
+    words.setflags(write=False)
+    return tuple(words)
 
 
 def _operands(b: Binder, *fragments: Fragment) -> tuple[list[int], list[list[int]]]:
@@ -175,11 +194,11 @@ def _operands(b: Binder, *fragments: Fragment) -> tuple[list[int], list[list[int
     return [b.destination(item, "u32") for item in b.vector(d, fragments[-1].registers)], rows
 
 
-def _gather(warp: Warp, rows: list[int]) -> Words:
+def _gather(warp: Warp, rows: RowIndex) -> Words:
     return warp.registers.words[rows]
 
 
-def _scatter(warp: Warp, rows: list[int], registers: Words) -> None:
+def _scatter(warp: Warp, rows: RowIndex, registers: Words) -> None:
     warp.registers.words[rows] = registers
 
 
@@ -225,6 +244,7 @@ def ldmatrix(b: Binder) -> Step:
     d, address = b.expect(2)
     count, space, transposed = _COUNT[b.words["count"]], b.words["space"], bool(b.words["trans"])
     rows = [b.destination(item, "u32") for item in b.vector(d, count)]
+    index_d = index_of(rows)
     addresses_of, _, _ = addressed = b.addressed(address)
     what, line, halves = b.instruction.opcode, b.instruction.line, _halves_in_scratch(count, transposed)
     quick = QuickAccess(space, addressed, 4, [(32, 0)] * SCRATCH_ROWS, line, stores=False, rows=_ROWS * count)
@@ -239,7 +259,7 @@ def ldmatrix(b: Binder) -> Step:
         else:
             missing = quick.missing(warp, addresses_of(warp)[: _ROWS * count]) if answer & UNDEFINED else None
             words = warp.registers.scratch.view(np.uint16).take(halves).view(np.uint32)[..., 0]
-        _scatter(warp, rows, words)
+        _scatter(warp, index_d, words)
         if missing is not None:
             hidden = undefined_words(missing.bytes_, np.dtype(np.uint8))
             words = load_matrices(hidden, transposed=transposed)
@@ -278,9 +298,9 @@ def stmatrix(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         whole_warp(warp, what)
         where, addresses = _resolve(space, addresses_of(warp)[: _ROWS * count], what)
-        access.store(warp, where, addresses, store_matrices(_gather(warp, rows), transposed=transposed), line)
+        access.store(warp, where, addresses, store_matrices(_gather(warp, index), transposed=transposed), line)
 
-    keys = [(32, row) for row in rows]
+    keys, index = [(32, row) for row in rows], index_of(rows)
 
     def carry(warp: Warp, run: Step) -> object:
         hidden = store_matrices(np.stack([warp.undefined.bits(key) for key in keys]), transposed=transposed) != 0

@@ -188,12 +188,13 @@ def mma_async(b: Binder) -> Step:
 
     def leave_undefined(warp: Warp, left: Lost | None, right: Lost | None, *, enabled: bool) -> None:
         undefined, lost = warp.undefined, np.zeros(fragment.shape, np.bool_)
-        origin = undefined.origin([(32, row) for row in (*rows_a, *(added if enabled else ()))], line)
+        origin = undefined.origin(read if enabled else read[: len(rows_a)], line)
         if origin is None and left is None and right is None:
             for key in accumulators:
                 undefined.clear_lanes(key, warp.mask)
             return
-        if enabled and left is None and undefined.keys().isdisjoint(inputs) and _lost(undefined, added, right, form):
+        sums = read[len(rows_a) :]
+        if enabled and left is None and undefined.keys().isdisjoint(inputs) and _lost(undefined, sums, right, form):
             raise BecameUndefined
         if enabled:
             lost |= to_matrix(np.array([undefined.bits((32, row)) for row in added]), fragment) != 0
@@ -204,29 +205,30 @@ def mma_async(b: Binder) -> Step:
             if one is not None:
                 lost |= one.rows[rows]
                 origin = origin or one.origin.read_at(line)
-        words = to_registers(spread(lost, fragment.element_bits), fragment)
-        for row, bits in zip(rows_d, words, strict=True):
+        for row, bits in zip(rows_d, _in_registers(lost.tobytes(), fragment), strict=True):
             own = undefined.origin(((32, row),), line) if enabled else None
             undefined.put((32, row), bits, warp.mask, own or origin)
         raise BecameUndefined
 
     touched = accumulators | inputs
-    b.carry(lambda warp, run: run(warp), *((32, row) for row in (*added, *rows_a)))
+    read: list[Key] = [(32, row) for row in (*rows_a, *added)]
+    b.carry(lambda warp, run: run(warp), *read)
     return step
 
 
-def _lost(undefined: UndefinedRegisters, accumulators: Sequence[int], right: Lost | None, form: _Form) -> bool:
+def _lost(undefined: UndefinedRegisters, accumulators: Sequence[Key], right: Lost | None, form: _Form) -> bool:
     """Whether `accumulators` have lost the columns that B makes them lose and nothing else.
 
-    In a loop along K they have, after the first round.
+    In a loop along K they have, after the first round, and their bits are the very arrays of that round.
     """
     if right is None:
         return False
-    for row, bits in zip(accumulators, _lost_columns(right.rows.tobytes(), form), strict=True):
-        found = undefined.get((32, row))
-        if found is None and count_nonzero(bits):
-            return False
-        if found is not None and (not found.origin.read or count_nonzero(found.bits != bits)):
+    for key, bits in zip(accumulators, _lost_columns(right.rows.tobytes(), form), strict=True):
+        found = undefined.get(key)
+        if found is None:
+            if count_nonzero(bits):
+                return False
+        elif not found.origin.read or (found.bits is not bits and count_nonzero(found.bits != bits)):
             return False
     return True
 
@@ -235,8 +237,16 @@ def _lost(undefined: UndefinedRegisters, accumulators: Sequence[int], right: Los
 def _lost_columns(rows: bytes, form: _Form) -> tuple[Words, ...]:
     """The undefined bits of each accumulator register where `rows` of B, bool [n], are undefined."""
     fragment = form.accumulator
-    lost = np.broadcast_to(np.frombuffer(rows, np.bool_), fragment.shape)
-    return tuple(to_registers(spread(lost, fragment.element_bits), fragment))
+    return _in_registers(np.broadcast_to(np.frombuffer(rows, np.bool_), fragment.shape).tobytes(), fragment)
+
+
+@lru_cache(maxsize=256)
+def _in_registers(lost: bytes, fragment: Fragment) -> tuple[Words, ...]:
+    """The undefined bits of each register of a matrix whose elements are undefined where `lost`, bool [m, n]."""
+    elements = np.frombuffer(lost, np.bool_).reshape(fragment.shape)
+    words = to_registers(spread(elements, fragment.element_bits), fragment)
+    words.setflags(write=False)
+    return tuple(words)
 
 
 def _sparse(stored: Fetch, metadata: Words, form: _Form) -> tuple[Fetch, accumulate.Mask]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
@@ -290,6 +290,13 @@ class RegisterRows:
         for name, width in made.widths.items():
             made.rows[name] = made.reserve(width)
         return made
+
+    def extended(self) -> RegisterRows:
+        """These rows, to which others may be added. `used` is one set, into which bound instructions look."""
+        constants = {width: list(known) for width, known in self.constants.items()}
+        return replace(self, rows=dict(self.rows), counts=dict(self.counts), constants=constants,
+                       specials=dict(self.specials), addresses=dict(self.addresses), _literals=dict(self._literals),
+                       _blank=None)  # fmt: skip
 
     def reserve(self, width: int) -> Key:
         """A fresh row of `width` bits."""

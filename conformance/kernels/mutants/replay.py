@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from backends.vm import executor as machine
-from backends.vm.bind.function import bind_function
+from backends.vm.bind.function import Relatives, bind_function
 from backends.vm.load import load
 from backends.vm.machine.code import BoundFunction
 from backends.vm.machine.machine import PEAKS, LaunchRequest, Machine
@@ -196,7 +196,16 @@ def _changed(ptx: str, mutant: Mutant, entry: str) -> BoundFunction:
     alone = parse(replace(mutant, edits=(*mutant.edits, *others)).text_of(ptx))
     function = alone.functions[entry]
     functions = {**whole.functions, entry: function}
-    return bind_function(msgspec.structs.replace(whole, functions=functions), function)
+    changed = msgspec.structs.replace(whole, functions=functions)
+    return bind_function(changed, function, relatives=_relatives(ptx, entry))
+
+
+@lru_cache(maxsize=4)
+def _relatives(ptx: str, entry: str) -> Relatives:
+    """What its mutants take over of `entry` as it is."""
+    whole, found = load(ptx, machine.PARSED).module, Relatives()
+    bind_function(whole, whole.functions[entry], relatives=found)
+    return found
 
 
 def entry_of(ptx: str, mutant: Mutant) -> str | None:

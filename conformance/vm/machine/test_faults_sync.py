@@ -255,8 +255,10 @@ def test_an_endless_kernel_that_changes_something_ends_with_its_budget(name: str
 
 
 @pytest.mark.parametrize("name", SPINS)
-def test_a_spin_that_nothing_ends_is_found_at_once(name: str) -> None:
+def test_a_spin_that_nothing_ends_is_found_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In thousands of blocks, not by a budget of millions: with the warp, its PTX lines and the values it reads."""
+    # A tenth of it: the next test has a kernel wait for a clock, under the patience of every launch.
+    monkeypatch.setattr("backends.vm.machine.spinning.CLOCK_PATIENCE", 20_000)
     body, *clauses = SPINS[name]
     kernel = Kernel(body, {"out": OUT}, block=(64 if "waits" in name else 32, 1, 1), step_budget=3_000_000)
     for schedule in ("eager",) if "clock" in name else ("eager", "lazy", "late_warp:0", "random:0"):

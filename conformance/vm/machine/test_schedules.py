@@ -121,7 +121,7 @@ SET: @%p2 bra END; st.global.u32 [%data], 41; st.release.gpu.global.u32 [%flag],
 END: ret;"""
 
 
-@pytest.mark.parametrize("ctas", [2, 4])
+@pytest.mark.parametrize("ctas", [2, 3])
 def test_ctas_that_spin_on_a_flag_which_the_last_one_sets(ctas: int) -> None:
     buffers = {"out": np.zeros(ctas, np.uint32), "flag": np.zeros(1, np.uint32), "data": np.zeros(1, np.uint32)}
     kernel = Kernel(FLAG.replace("LAST", str(ctas - 1)), buffers, grid=(ctas, 1, 1))
