@@ -81,7 +81,8 @@ def on_few_ctas(build: Build, spec: Spec, case: Case, text: str) -> dict[int, li
         if made:
             sizes = SHORT[stage] if tokens < MANY else ()
             short = [one for size in sizes if (one := shortest(size) or of(size, load, tokens, 1)) is not None]
-            short += [one for tokens in TOKENS if (one := narrow(size, tokens)) is not None][:1]
+            narrowest = next((one for tokens in TOKENS if (one := narrow(size, tokens)) is not None), None)
+            short += [] if narrowest is None else [narrowest]
             return {count: [one, *(short if count == 1 else ())] for count, one in made.items()}
     return {}
 

@@ -325,7 +325,7 @@ def test_programs_as_they_are_were_right_on_silicon() -> None:
 
 @pytest.mark.parametrize("backend", ["ptx", "cutedsl"])
 def test_few_ctas_build_the_same_text_and_take_several_tiles(backend: str) -> None:
-    case_id = "nvfp4_moe:hidden=128,intermediate=128,num_experts=2,tokens=3,topk=2,activations=bf16,stage=l1"
+    case_id = "nvfp4_moe:hidden=256,intermediate=128,num_experts=4,tokens=20,topk=2,stage=l1"
     (few,) = subjects(Selection(cases=(case_id,), backends=(backend,), targets=("sm_90a",), executors=("vm",))) or (
         None,
     )
