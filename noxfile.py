@@ -63,8 +63,7 @@ def tests(session: nox.Session) -> None:
     workers = os.environ.get("MEGAMOE_WORKERS", "auto")
     # Where a machine forbids bytecode, every worker and every command under test would compile all of ours again.
     keep_bytecode: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None}
-    forked = ("-p", "conformance.forked_workers", "--forks", workers)
-    _run(session, "python", "-m", "pytest", "-q", *forked, *session.posargs, env=keep_bytecode)
+    _run(session, "pytest", "-q", "-n", workers, "--dist", "worksteal", *session.posargs, env=keep_bytecode)
 
 
 @nox.session

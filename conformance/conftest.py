@@ -10,14 +10,12 @@ import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
-from multiprocessing import forkserver
 from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from megamoe.runner.child import give_memory_back
-from megamoe.runner.forks import start_server_of_forks
 from megamoe.runner.process import fork_keepers_from_the_server
 
 # Kernels are small, and threads that wait for each other cost more than they save: ten times more on two busy cores.
@@ -62,17 +60,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> None:
-    """Starts the server of forks for all forked workers of tests: it imports torch once, while they begin."""
-    if session.config.getoption("forks", "0") != "0":
-        start_server_of_forks()
-        # multiprocessing asks whether it lives, which a process may ask of its own children alone.
-        forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # pyright: ignore
-
-
 @pytest.fixture(scope="session", autouse=True)
-def _keepers_share_pages_with_workers() -> None:
+def _keepers_share_pages() -> None:
     """As in a command: each would import torch by itself otherwise."""
     fork_keepers_from_the_server()
 

@@ -33,22 +33,16 @@ ONE_THREAD: Final = dict.fromkeys(
 
 def server_of_forks() -> ForkServerContext:
     """The server of this process, which holds torch by now. Start its forks within `interrupts_held_back`."""
-    context = start_server_of_forks()
-    # The first fork waits for the import of torch, where Ctrl-C still works.
-    ready = context.Process(target=_nothing)
-    with _main_left_out():
-        ready.start()
-    ready.join()
-    return context
-
-
-def start_server_of_forks() -> ForkServerContext:
-    """The server of this process, started now if it does not run: it may still import torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *_BEGUN_WITH])
     with interrupts_held_back(), _environment({**environment_of_servers(), **ONE_THREAD}):
         keep_temporary_files_together()
         forkserver.ensure_running()
+    # The first fork waits for the import of torch, where Ctrl-C still works.
+    ready = context.Process(target=_nothing)
+    with _main_left_out():
+        ready.start()
+    ready.join()
     return context
 
 
