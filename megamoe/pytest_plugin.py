@@ -36,6 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="write findings: .txt, .json, .sarif or .xml (JUnit); may be given several times",
     )
+    group.addoption("--megamoe-timeout", metavar="SECONDS", type=float, help="host seconds after which a launch fails")
+    group.addoption(
+        "--megamoe-step-budget", metavar="N", type=int, default=200_000_000, help="steps after which a launch has hung"
+    )
     group.addoption("--megamoe-sm-count", metavar="N", type=int, default=4, help="what persistent kernels are told")
 
 
@@ -43,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Open the doors before a test module is imported, since modules ask whether there is a GPU."""
     target = config.getoption("--megamoe-vm")
     if target is None:
-        idle = [name for name in ("suppress", "findings") if config.getoption(f"--megamoe-{name}")]
+        idle = [name for name in ("suppress", "findings", "timeout") if config.getoption(f"--megamoe-{name}")]
         if config.getoption("--megamoe-profile") != "default":
             idle.append("profile")
         if idle:
@@ -58,10 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
         device = vm.Device(
             target,
             schedule=str(config.getoption("--megamoe-schedule")),
+            step_budget=int(str(config.getoption("--megamoe-step-budget"))),
             sm_count=sm_count,
             profile=str(config.getoption("--megamoe-profile")),
             suppress=config.getoption("--megamoe-suppress"),
         )
+        device.timeout = _timeout(config)
         if files := _files(config):
             from megamoe.export.findings import form_of
 
@@ -85,6 +91,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _files(config: pytest.Config) -> list[Path]:
     return [Path(str(one)) for one in config.getoption("--megamoe-findings") or ()]
+
+
+def _timeout(config: pytest.Config) -> float | None:
+    given = config.getoption("--megamoe-timeout")
+    if given is None:
+        return None
+    if not 0 < (seconds := float(str(given))) < float("inf"):
+        raise ValueError(f"--megamoe-timeout {given}: a time limit is a number of seconds above 0")
+    return seconds
 
 
 def _open(name: str, device: Device, sm_count: int, opened: ExitStack) -> None:

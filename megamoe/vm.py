@@ -33,6 +33,7 @@ from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
 from megamoe.cuda_source import compiled
 from megamoe.findings import KernelFinding, Ledger, module_of
+from megamoe.runner.limits import TimeIsUpError, time_at_most
 
 Size = int | Sequence[int]
 Swizzle = Literal["none", "32B", "64B", "128B", "128B_ATOM_32B", "128B_ATOM_64B"]
@@ -127,7 +128,8 @@ class Device:
     `suppress`: a YAML file of findings that do not count; megamoe.findings reads it.
 
     `printed`: gets what kernels print; standard output by default. `reported`: gets each new finding that does not
-    count; a warning of the logger "megamoe" by default. `ledger` has all findings of all launches.
+    count; a warning of the logger "megamoe" by default. `ledger` has all findings of all launches. `timeout`: host
+    seconds after which a launch raises OverdueError; None: it may take its time.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Device:
         suppress: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.sm_count = sm_count
+        self.timeout: float | None = None
         self.printed: Callable[[str], object] = _to_stdout
         self.reported: Callable[[KernelFinding], object] = _to_log
         if target not in TARGETS:
@@ -161,10 +164,13 @@ class Device:
         before = tuple(self.machine.findings)
         stop: KernelFault | None = None
         try:
-            with sentences(self.machine):
+            with sentences(self.machine), self._in_time():
                 yield
         except KernelFault as fault:
             stop = fault
+        except KeyboardInterrupt:
+            # What the machine was at says nothing of the kernel.
+            raise KeyboardInterrupt("interrupted in a launch") from None
         finally:
             new = [one for one in self.machine.findings if not any(one is old for old in before)]
             module = module_of(ptx) if new else ""
@@ -177,6 +183,8 @@ class Device:
         if stop is None and not counted:
             return
         if stop is not None and not counted:
+            for tell in ON_FAULT:
+                tell(stop)
             raise stop
         first = next((one for one in counted if one.ends), counted[0])
         others = len(counted) - (first in counted)
@@ -186,6 +194,17 @@ class Device:
         for tell in ON_FAULT:
             tell(fault)
         raise fault from (stop.__cause__ if stop is not None else None)
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        if self.timeout is None:
+            yield
+            return
+        try:
+            with time_at_most(self.timeout, self.machine.whereabouts):
+                yield
+        except TimeIsUpError as late:
+            raise OverdueError(f"the launch was stopped: {late}") from None
 
     def launch(
         self, source: str | Path, entry: str, grid: Size, block: Size, /, *args: object, cluster: Size = 1,
@@ -227,8 +246,12 @@ class Device:
         return dict(self.machine.counters)
 
 
+class OverdueError(KernelFault):
+    """A launch took more host seconds than its device's `timeout`: it broke no rule, and its results are not there."""
+
+
 ON_FAULT: list[Callable[[KernelFault], object]] = []
-"""Who is told of each launch with findings that count, whatever becomes of the exception."""
+"""Who is told of each launch with findings that count, or that did not end, whatever becomes of the exception."""
 
 
 def _to_log(finding: KernelFinding) -> None:

@@ -6,8 +6,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn, cast, get_args
@@ -23,7 +21,7 @@ from megamoe.export.findings import CheckedRun, Format, read_findings, rendered
 from megamoe.findings import KernelFinding, Ledger
 from megamoe.records.files import write_file
 from megamoe.records.lines import RecordError
-from megamoe.runner.limits import memory_at_most, seconds_at_most, share_of_memory
+from megamoe.runner.limits import TimeIsUpError, memory_at_most, share_of_memory, time_at_most
 
 SCHEDULES = ("eager", "lazy", "random:0", "random:1")
 """What a launch is tried under: work that completes at once, as late as the waits allow, and in between."""
@@ -82,10 +80,10 @@ def check(
             checked.failures.append(f"{kernel}: it takes more memory than this machine has, {most:.3g} GiB")
         except LaunchRefusedError as refused:
             _unusable(_about(kernel, refused))
-        except _TimeIsUpError as late:
+        except TimeIsUpError as late:
             checked.failures.append(f"{kernel}: {late}")
     for name in (schedule or ["eager"]) if tests else []:
-        _tested(tests, target, name, sought, checked)
+        _tested(tests, target, name, sought, launch.timeout, checked)
     _write(checked, sought)
     raise typer.Exit(int(checked.failed))
 
@@ -141,26 +139,12 @@ def _sizes(text: str) -> tuple[int, ...]:
         _unusable(f"{text!r} is no size; write 8 or 8,2,1")
 
 
-class _TimeIsUpError(BaseException):
-    """Raised in the middle of whatever runs, which must not take it for an error of its own."""
-
-
-def _at_most(seconds: float, where: Callable[[], str]) -> AbstractContextManager[None]:
-    """_TimeIsUpError, with what `where` says, after so many seconds."""
-
-    def up() -> _TimeIsUpError:
-        found = where()
-        return _TimeIsUpError(f"no end within {seconds:g} host seconds{f': {found}' if found else ''}")
-
-    return seconds_at_most(seconds, up)
-
-
 def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None:
     """Bind every entry."""
     from megamoe.vm import Device, as_ptx, sentences
 
     device = Device(target)
-    with sentences(device.machine), _at_most(timeout, device.machine.whereabouts):
+    with sentences(device.machine), time_at_most(timeout, device.machine.whereabouts):
         ptx = as_ptx(Path(kernel), target)
         if not device.machine.entries(ptx):
             _unusable(f"{kernel} holds no kernel: there is no .entry in it")
@@ -185,12 +169,12 @@ def _launched(kernel: str, target: str, launch: _Launch, schedules: list[str], c
         try:
             device = Device(target, schedule=name)
             device.ledger, device.reported = checked.ledger, _gathered
-            with _at_most(launch.asked.timeout, device.machine.whereabouts):
+            with time_at_most(launch.asked.timeout, device.machine.whereabouts):
                 device.launch(Path(kernel), launch.entry, launch.grid, launch.block, *args, cluster=launch.cluster,
                               smem=launch.asked.smem)  # fmt: skip
         except KernelFault:
             continue
-        except _TimeIsUpError as late:
+        except TimeIsUpError as late:
             checked.failures.append(f"{kernel}: under the schedule {name}: {late}")
             return
         except UnsupportedError as lacking:
@@ -250,7 +234,9 @@ def _argument(text: str, index: int) -> object:
     _unusable(f"--arg {text}: write a number, null, or DTYPE[SIZE] such as f32[1024]")
 
 
-def _tested(tests: list[str], target: str, schedule: str, sought: Sought, checked: CheckedRun) -> None:
+def _tested(
+    tests: list[str], target: str, schedule: str, sought: Sought, timeout: float, checked: CheckedRun
+) -> None:  # fmt: skip
     """Run test-suites in a process of their own. What pytest says goes to standard error beside another format."""
     if importlib.util.find_spec("pytest") is None:
         _unusable(f"{' '.join(tests)}: pytest runs test-suites, and it is not installed: pip install pytest")
@@ -258,6 +244,7 @@ def _tested(tests: list[str], target: str, schedule: str, sought: Sought, checke
         found = folder / "findings.json"
         command = [sys.executable, "-m", "pytest", "-q", "--megamoe-vm", target, "--megamoe-schedule", schedule]
         command += ["--megamoe-findings", str(found), "--megamoe-profile", sought.profile]
+        command += ["--megamoe-timeout", str(timeout)]
         command += [] if sought.suppress is None else ["--megamoe-suppress", str(sought.suppress.resolve())]
         aside = sys.stderr if sought.format != "text" and sought.output is None else None
         status = subprocess.run([*command, *tests], check=False, stdout=aside).returncode

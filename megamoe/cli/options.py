@@ -178,7 +178,7 @@ MAX_SMEM = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class AskedLaunch:
-    """How `megamoe check` launches a kernel; `timeout` holds for one that is only read, too."""
+    """How `megamoe check` launches a kernel; `timeout` holds for one that is only read, and for launches of tests."""
 
     grid: Sizes = "1"
     block: Sizes = "128"

@@ -7,8 +7,9 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Final
 
 MIN_MEMORY: Final = 4 << 30
@@ -50,10 +51,28 @@ def seconds_at_most(seconds: float, over: Callable[[], BaseException]) -> Iterat
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    began = monotonic()
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if left:
+            # Another limit, such as that of pytest-timeout, holds as before.
+            signal.setitimer(signal.ITIMER_REAL, max(left - (monotonic() - began), 1e-3))
+
+
+class TimeIsUpError(BaseException):
+    """Raised in the middle of whatever runs, which must not take it for an error of its own."""
+
+
+def time_at_most(seconds: float, where: Callable[[], str]) -> AbstractContextManager[None]:
+    """TimeIsUpError, with what `where` says, after so many seconds."""
+
+    def up() -> TimeIsUpError:
+        found = where()
+        return TimeIsUpError(f"no end within {seconds:g} host seconds{f': {found}' if found else ''}")
+
+    return seconds_at_most(seconds, up)

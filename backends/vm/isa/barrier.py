@@ -34,7 +34,7 @@ def _arrive(warp: Warp, number: int, count: int | None, *, aligned: bool) -> Nam
     barrier.arrived += 32 if count is not None and warp.full else int(warp.mask.sum())
     barrier.arriving.join(warp.clock)
     warp.next_epoch()
-    warp.cta.machine.engine.events += 1
+    warp.cta.machine.engine.repeat()
     if count is not None and barrier.arrived > count:
         raise Fault("barrier-misuse", f"{barrier.arrived} threads arrive at barrier {number}, which waits for {count}")
     warp.cta.complete_barrier(barrier)

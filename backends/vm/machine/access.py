@@ -202,8 +202,10 @@ def _store(
     warp: Warp, space: str, addresses: Addresses, values: Bytes, line: int, lanes: Addresses, *, strong: bool
 ) -> None:
     space, addresses = resolve(space, addresses)
-    warp.cta.machine.engine.events += 1
+    engine = warp.cta.machine.engine
+    engine.events += 1
     if space.startswith("shared"):
+        engine.repeatable += not strong
         cta, offsets = owner(warp, space, addresses, "store")
         count_banks(warp, offsets, values.shape[1])
         cta.smem.store(offsets, values, warp.clock, warp.stamp, line, strong=strong)

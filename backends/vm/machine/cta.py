@@ -261,7 +261,7 @@ class Cta:
             barrier.released.join(barrier.arriving)
             barrier.arriving.clear()
             barrier.outcome, barrier.votes = barrier.votes, []
-            self.machine.engine.events += 1
+            self.machine.engine.repeat()
 
     def check_exit(self) -> None:
         """Report what a CTA that ends has not waited for, or not given back."""

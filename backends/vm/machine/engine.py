@@ -44,13 +44,20 @@ class Operation:
 class Engine:
     """Pending operations in order of issue. `events` counts everything that could let a warp move on.
 
-    `performing`: the operation that ends right now.
+    `repeatable`: how many of them were arrivals at barriers of a CTA and weak stores to shared memory. `performing`:
+    the operation that ends right now.
     """
 
     defers: bool
     pending: list[Operation] = field(default_factory=list[Operation])
     events: int = 0
+    repeatable: int = 0
     performing: Operation | None = None
+
+    def repeat(self, count: int = 1) -> None:
+        """Count events that a CTA which spins may repeat for ever."""
+        self.events += count
+        self.repeatable += count
 
     def submit(self, operation: Operation) -> None:
         """Take an operation. Without deferral, perform it at once."""

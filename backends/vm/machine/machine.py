@@ -18,7 +18,7 @@ from backends.vm.machine.cta import Cluster
 from backends.vm.machine.engine import Engine
 from backends.vm.machine.scheduler import Schedule, schedule
 from backends.vm.machine.special import Dim3, LaunchShape
-from backends.vm.machine.spinning import SpinWatch, grouped, spins
+from backends.vm.machine.spinning import RoundWatch, SpinWatch, grouped, spins
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, DeviceHeap, GlobalMemory
 from backends.vm.memory.global_races import GlobalRaces
@@ -354,7 +354,7 @@ class Run:
     def to_the_end(self) -> None:
         """Run until every CTA has ended. Fault for a deadlock, a leak or a broken rule."""
         stuck_at: object = None
-        watch = SpinWatch()
+        watch, rounds = SpinWatch(), RoundWatch()
         turns = 0
         resident = len(self.queue) if self.together else self.machine.schedule.resident
         while self._admit(resident):
@@ -362,7 +362,7 @@ class Run:
                 turns += 1
                 if turns % LONG_RUN == 0:
                     self.admit_one_more()
-                if (spinning := watch.stuck(self)) is not None:
+                if (spinning := watch.stuck(self) or rounds.stuck(self)) is not None:
                     parked = _parked(self.warps)
                     raise Fault("deadlock", "nothing changes any more: " + "; ".join([spinning, *parked]),
                                 kernel=self.function.name, where="all warps wait or spin")  # fmt: skip

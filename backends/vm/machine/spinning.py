@@ -3,6 +3,11 @@
 A warp that comes to the same place with the same registers, while no memory, mbarrier or barrier has changed and no
 operation is under way, does the same for ever. Registers that come from a clock do not count, since they never recur;
 a kernel that reads clocks may be waiting for one, so it is given CLOCK_PATIENCE blocks.
+
+Warps of a CTA may spin together: one polls, stores what it got to shared memory, and all read it behind a barrier. Then
+the state of all of them together must recur, with shared memory and the barriers, while nothing else has changed. Each
+warp's way from there is the same in every order of turns: barriers and weak accesses to shared memory, which race
+otherwise, let no warp see in what order the others move.
 """
 
 from __future__ import annotations
@@ -43,6 +48,54 @@ class _Watched:
 
 
 @dataclass(slots=True)
+class RoundWatch:
+    """Looks for warps that spin together: `events` at the last look, `changes`: those that no spinning CTA repeats."""
+
+    changes: int = -1
+    events: int = -1
+    turns: int = 0
+    expired: bool = False
+    states: set[bytes] = field(default_factory=set[bytes])
+    watched: dict[int, _Watched] = field(default_factory=dict[int, _Watched])
+
+    def stuck(self, run: Run) -> str | None:
+        """As SpinWatch.stuck."""
+        engine = run.engine
+        if engine.events - engine.repeatable != self.changes:
+            self.changes, self.turns, self.expired = engine.events - engine.repeatable, 0, False
+            self.states.clear()
+            self.watched.clear()
+            return None
+        self.turns += 1
+        every = QUIET_TURNS * run.machine.schedule.turns_of(len(run.warps))
+        if self.turns % every or engine.pending or run.queue or engine.events == self.events:
+            return None
+        self.events = engine.events
+        living = [warp for warp in run.warps if not warp.done]
+        moving = [warp for warp in living if _looked_at(self.watched, warp).blocks]
+        able = [warp for warp in living if warp.waiting() is None]
+        if any(warp not in moving for warp in able) or not all(self._patient(warp) for warp in living):
+            self.states.clear()
+            return None
+        state = _state_of_all(run, living)
+        if state not in self.states:
+            self.states.add(state)
+            return None
+        if not self.expired:
+            self.expired = True
+            if run.expire():
+                self.states.clear()
+                return None
+        return "; ".join(grouped(moving, self.watched))
+
+    def _patient(self, warp: Warp) -> bool:
+        """Whether `warp` waits for no clock, and no lanes of it for a turn."""
+        if any(strand.able for strand in warp.strands[1:]):
+            return False
+        return not _clock_registers(warp) or sum(warp.executed) - self.watched[id(warp)].first >= CLOCK_PATIENCE
+
+
+@dataclass(slots=True)
 class SpinWatch:
     """Looks at the warps of a run now and then.
 
@@ -76,13 +129,7 @@ class SpinWatch:
         return "; ".join(grouped(spinning, self.watched))
 
     def _recurs(self, warp: Warp) -> bool:
-        total = sum(warp.executed)
-        known = self.watched.get(id(warp))
-        if known is None:
-            known = self.watched[id(warp)] = _Watched(total, list(warp.executed))
-        ran = zip(warp.executed, known.executed, strict=True)
-        known.blocks = tuple(number for number, (now, then) in enumerate(ran) if now > then)
-        known.executed = list(warp.executed)
+        known = _looked_at(self.watched, warp)
         clocks = _clock_registers(warp)
         state = _state(warp, clocks)
         recurs = state in known.states
@@ -90,7 +137,18 @@ class SpinWatch:
         # Lanes that wait for the ones that spin change nothing.
         others = any(strand.able for strand in warp.strands[1:])
         patience = CLOCK_PATIENCE if clocks else DIVERGED_PATIENCE if others else 0
-        return recurs and total - known.first >= patience
+        return recurs and sum(warp.executed) - known.first >= patience
+
+
+def _looked_at(watched: dict[int, _Watched], warp: Warp) -> _Watched:
+    """What is known of `warp`, with the blocks that it has run since the last look; none at the first one."""
+    known = watched.get(id(warp))
+    if known is None:
+        known = watched[id(warp)] = _Watched(sum(warp.executed), list(warp.executed))
+    ran = zip(warp.executed, known.executed, strict=True)
+    known.blocks = tuple(number for number, (now, then) in enumerate(ran) if now > then)
+    known.executed = list(warp.executed)
+    return known
 
 
 _CLOCKED: dict[int, tuple[Function, frozenset[Key]]] = {}
@@ -132,6 +190,20 @@ def _state(warp: Warp, without: frozenset[Key]) -> bytes:
     digest = hashlib.blake2b(warp.registers.content(without), digest_size=16)
     for strand in warp.strands:
         digest.update(f"{strand.block} {strand.wait is not None}".encode() + strand.mask.tobytes())
+    return digest.digest()
+
+
+def _state_of_all(run: Run, warps: Sequence[Warp]) -> bytes:
+    """The state of `warps`, with the named barriers and the shared memory of their CTAs."""
+    digest = hashlib.blake2b(digest_size=16)
+    for warp in warps:
+        digest.update(_state(warp, _clock_registers(warp)) + bytes([warp.waiting() is None]))
+    for cluster in run.resident:
+        for cta in cluster.ctas:
+            digest.update(cta.smem.data.data)
+            barriers = [(number, one.arrived, one.expected, one.votes, one.outcome) for number, one in
+                        sorted(cta.named.items())]  # fmt: skip
+            digest.update(repr(barriers).encode())
     return digest.digest()
 
 

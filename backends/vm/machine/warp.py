@@ -289,7 +289,7 @@ class Warp:
 
     def note_stores(self, count: int = 1) -> None:
         """Machine code has stored to shared memory so often: whoever waits for that may go on."""
-        self.cta.machine.engine.events += count
+        self.cta.machine.engine.repeat(count)
         self.stored_at = self.meetings
 
     def note_global_stores(self, count: int = 1) -> None:

@@ -91,16 +91,54 @@ def test_a_launch_holds_the_schedules_against_each_other(kernel: Path, capsys: p
     assert status == 1, f"a race goes unseen: {said}"
 
 
+SPIN = "mov.u32 %r2, 0;\nagain: add.u32 %r2, %r2, 1;\nsetp.lt.u32 %p1, %r2, 4000000000;\n@%p1 bra again;"
+
+
 def test_a_kernel_that_does_not_end_is_a_sentence_that_says_where(
     kernel: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spin = "mov.u32 %r2, 0;\nagain: add.u32 %r2, %r2, 1;\nsetp.lt.u32 %p1, %r2, 4000000000;\n@%p1 bra again;"
-    kernel.write_text(GOOD.replace("mov.u32 %r2, %tid.x;", spin))
+    kernel.write_text(GOOD.replace("mov.u32 %r2, %tid.x;", SPIN))
     asked = ["--entry", "fill", "--timeout", "0.3", "--arg", "u32[100]", "--arg", "100"]
     status, said = _check(capsys, kernel, *asked)
     assert status == 1, "it did not show that it is right"
     assert "under the schedule eager: no end within 0.3 host seconds: kernel fill: CTA (0, 0, 0), warp 0" in said, said
     assert "spins at PTX lines 13 to 15" in said, said
+
+
+SPINNING = """
+from pathlib import Path
+import megamoe.vm
+
+def test_spin(megamoe_vm):
+    try:
+        megamoe_vm.launch(Path("kernel.ptx"), "fill", 1, 32, None, 100)
+    except Exception:
+        pass
+"""
+
+
+def test_the_time_limit_holds_for_launches_of_tests(
+    kernel: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kernel.write_text(GOOD.replace("mov.u32 %r2, %tid.x;", SPIN))
+    (kernel.parent / "test_spin.py").write_text(SPINNING)
+    monkeypatch.chdir(kernel.parent)
+    status = main(["check", "test_spin.py", "--timeout", "0.3"])
+    said = capfd.readouterr().out
+    assert status == 1, said
+    assert "the launch was stopped: no end within 0.3 host seconds: kernel fill" in said, said
+
+
+def test_what_the_machine_was_at_is_no_part_of_an_interrupt(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device("sm_100a")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device.machine, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="interrupted in a launch") as stop:
+        device.launch(kernel, "fill", 1, 32, None, 100)
+    assert stop.value.__suppress_context__, "the traceback goes on inside of the machine"
 
 
 def test_a_kernel_that_takes_all_memory_is_a_sentence(

@@ -43,7 +43,7 @@ MEGAMOE = {
     # The doors. Each finds its machine by entry point, so that none imports a backend.
     "findings": "contract spec",
     "cuda_source": "contract",
-    "vm": "contract findings cuda_source",
+    "vm": "contract runner findings cuda_source",
     "triton": "contract vm",
     "cutedsl": "contract vm",
     "torch_cuda": "contract vm",

@@ -215,6 +215,14 @@ ENDLESS = {
     "a loop that counts in a register": "mov.u32 %r1, 0;\nLOOP: add.u32 %r1, %r1, 1; bra LOOP;",
 }
 POLL = "LOOP: ld.relaxed.gpu.global.u32 %r1, [%out]; setp.eq.u32 %p1, %r1, 0;\n@%p1 bra LOOP;"
+TOGETHER = """.shared .align 4 .b32 got; setp.eq.u32 %p1, %tx, 0; mov.u32 %r1, 0;
+LOOP: bar.sync 0;
+@%p1 atom.acq_rel.gpu.global.cas.b32 %r1, [%out], 7, 1;
+@%p1 st.shared.u32 [got], %r1;
+bar.sync 0;
+ld.shared.u32 %r2, [got]; setp.ne.u32 %p2, %r2, 7;
+@%p2 bra LOOP;"""
+"""One thread tries for a lock, and all of a CTA learn through shared memory whether it has it: 7 is a free lock."""
 SPINS = {
     "an empty loop": ("LOOP: bra LOOP;", "spins at PTX line"),
     "a flag that nobody sets": (POLL, "`ld.relaxed.gpu.global.u32 %r1, [%out];`", "%r1 = 0", "%out = 0x7f4000000000"),
@@ -226,6 +234,11 @@ SPINS = {
     "a lock that nobody frees": (
         "LOOP: atom.global.cas.b32 %r1, [%out], 7, 1; setp.ne.u32 %p1, %r1, 7;\n@%p1 bra LOOP;",
         "%r1 = 0",
+    ),
+    "a lock that two warps wait for together": (
+        TOGETHER,
+        "warp 0 and 1 more spins at PTX lines",
+        "cas.b32 %r1, [%out]",
     ),
     "a warp that spins and one that waits": (
         f"{ONE}{INIT}\n{SYNC}\nsetp.eq.u32 %p4, %warp, 1; @%p4 bra WAITING;\n{POLL}\nret;\n"
@@ -260,7 +273,9 @@ def test_a_spin_that_nothing_ends_is_found_at_once(name: str, monkeypatch: pytes
     # A tenth of it: the next test has a kernel wait for a clock, under the patience of every launch.
     monkeypatch.setattr("backends.vm.machine.spinning.CLOCK_PATIENCE", 20_000)
     body, *clauses = SPINS[name]
-    kernel = Kernel(body, {"out": OUT}, block=(64 if "waits" in name else 32, 1, 1), step_budget=3_000_000)
+    kernel = Kernel(
+        body, {"out": OUT}, block=(64 if "waits" in name or "two warps" in name else 32, 1, 1), step_budget=3_000_000
+    )
     for schedule in ("eager",) if "clock" in name else ("eager", "lazy", "late_warp:0", "random:0"):
         with pytest.raises(Fault) as found:
             kernel.run(schedule)
@@ -268,6 +283,24 @@ def test_a_spin_that_nothing_ends_is_found_at_once(name: str, monkeypatch: pytes
         assert found.value.rule == "deadlock", f"{schedule}: {said}"
         missing = [clause for clause in ("nothing changes any more", *clauses) if clause not in said]
         assert not missing, f"{schedule}: {missing} not in: {said}"
+
+
+def test_warps_that_go_round_together_and_get_somewhere_do_not_spin() -> None:
+    """They count in shared memory, or in a register, or another CTA opens the lock that they wait for."""
+    in_shared = """.shared .align 4 .b32 got; setp.eq.u32 %p1, %tx, 0; @%p1 st.shared.u32 [got], 0;
+LOOP: bar.sync 0;
+@%p1 ld.shared.u32 %r1, [got]; @%p1 add.u32 %r1, %r1, 1; @%p1 st.shared.u32 [got], %r1; mov.u32 %r1, 0;
+bar.sync 0;
+ld.shared.u32 %r2, [got]; setp.lt.u32 %p2, %r2, 2000;
+@%p2 bra LOOP;"""
+    in_register = "mov.u32 %r1, 0;\nLOOP: bar.sync 0; add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 2000;\n@%p2 bra LOOP;"
+    opened = (
+        "setp.eq.u32 %p3, %cta, 0; @%p3 bra WAITING; setp.eq.u32 %p4, %tx, 0;\n"
+        f"@%p4 atom.acq_rel.gpu.global.exch.b32 %r1, [%out], 7; ret;\nWAITING: {TOGETHER}"
+    )
+    for body, grid in ((in_shared, 1), (in_register, 1), (opened, 2)):
+        for schedule in ("eager", "lazy", "late_warp:0", "random:0"):
+            Kernel(body, {"out": OUT}, grid=(grid, 1, 1), block=(64, 1, 1)).run(schedule)
 
 
 def test_a_long_computation_is_no_spin() -> None:
