@@ -29,8 +29,10 @@ MAX_FINDINGS: Final = 20
 MAX_BAR: Final = 0.5
 """Of an error: outputs that are all zero have one of 1. The largest bar of the tracked records is 0.021."""
 CODES: Final = "u8"
-EXACT: Final = frozenset({"exact_sums"})
+EXACT: Final = frozenset({"exact_sums", "lone_keys"})
 """Distributions of inputs whose outputs may be held to the oracle bit for bit, as codes are (the ops' `latitude`)."""
+EXACT_STAGES: Final = frozenset({"combine"})
+"""The same of stages."""
 MACHINE: Final = "vm"
 NEVER_ZERO: Final = ("minimum_bytes", "instructions_control")
 """Counters that every run on the machine has: a kernel that ends has executed an instruction that ends it."""
@@ -118,11 +120,15 @@ def _wrong_with(record: Record, specs: Mapping[str, Spec]) -> str:
     return _outputs(record, spec, case) or _provenance(record, spec, case)
 
 
+def _is_exact(case: Case) -> bool:
+    return case.inputs in EXACT or dict(case.axes).get("stage") in EXACT_STAGES
+
+
 def _outputs(record: Record, spec: Spec, case: Case) -> str:
     tensors = spec.tensors_of(case)
     metrics = record.metrics
     for name in (name for name, tensor in tensors.items() if tensor.role == "output"):
-        if f"{name}.wrong" in metrics and (tensors[name].dtype == CODES or case.inputs in EXACT):
+        if f"{name}.wrong" in metrics and (tensors[name].dtype == CODES or _is_exact(case)):
             if metrics[f"{name}.wrong"] != 0:
                 return f"{metrics[f'{name}.wrong']:g} elements of {name} are wrong"
             continue
