@@ -6,6 +6,7 @@ It has the shape of megamoe.contract's KernelMachine. Everything is given by add
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -215,11 +216,32 @@ class Session:
             raise
         finally:
             for fault in self._found.by_site.values():
+                if not fault.line:
+                    _place_waiters(fault, ptx)
                 fault.source = source_of(ptx, fault.line)
                 if fault.other is not None:
                     fault.other.source = source_of(ptx, fault.other.line)
         for buffer in added:
             machine.memory.remove(buffer)
+
+
+_PTX_LINES = re.compile(r"PTX lines? (\d+)")
+
+
+def _place_waiters(fault: Fault, ptx: str) -> None:
+    """Give a deadlock or a runaway, which is of no instruction, the place of the first warp that it names.
+
+    Its sentence says the source of each PTX line that it names, where there is one.
+    """
+
+    def with_source(found: re.Match[str]) -> str:
+        source = source_of(ptx, int(found[1]))
+        return f"{source[0].file}:{source[0].line}:{source[0].column}, {found[0]}" if source else found[0]
+
+    if (first := _PTX_LINES.search(fault.detail)) is not None:
+        fault.line = int(first[1])
+        fault.text = ptx.splitlines()[fault.line - 1].strip()
+    fault.detail = _PTX_LINES.sub(with_source, fault.detail)
 
 
 def _elsewhere(allocation: int) -> int:
