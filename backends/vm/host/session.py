@@ -218,6 +218,8 @@ class Session:
             for fault in self._found.by_site.values():
                 if not fault.line:
                     _place_waiters(fault, ptx)
+                if fault.rule == "global-race":
+                    _say_copies(fault, ptx)
                 fault.source = source_of(ptx, fault.line)
                 if fault.other is not None:
                     fault.other.source = source_of(ptx, fault.other.line)
@@ -242,6 +244,24 @@ def _place_waiters(fault: Fault, ptx: str) -> None:
         fault.line = int(first[1])
         fault.text = ptx.splitlines()[fault.line - 1].strip()
     fault.detail = _PTX_LINES.sub(with_source, fault.detail)
+
+
+def _say_copies(fault: Fault, ptx: str) -> None:
+    """Name the likely cause of a race between a load and a predicated store of two warps of one CTA.
+
+    Triton gives an element to several warps where a block has fewer elements than threads: all load it, one stores.
+    """
+    other = fault.other
+    if other is None or not other.line or " of " in other.who:
+        return
+    lines = ptx.splitlines()
+    mine, theirs = lines[fault.line - 1].strip(), lines[other.line - 1].strip()
+    store, load = (theirs, mine) if other.did == "wrote" else (mine, theirs)
+    if store.startswith("@") and " st." in store and "ld." in load:
+        fault.detail += (
+            "; the store has a predicate: where warps hold copies of one element and one of them stores it, the others "
+            "load a value that they do not use, and the race changes no result"
+        )
 
 
 def _elsewhere(allocation: int) -> int:

@@ -447,6 +447,20 @@ def test_a_launch_that_does_not_end_is_at_a_line_of_the_source(rule: str, step: 
     assert location["physicalLocation"]["artifactLocation"]["uri"] == "file:///home/me/kernels/spin.cu"
 
 
+def test_a_race_of_copies_of_one_element_names_its_cause() -> None:
+    """Two warps load a word, and one of them stores it under a predicate; without one, nothing speaks of copies."""
+    load, one = "ld.global.u32 %r4, [%rd1];\n add.u32 %r4, %r4, 1;", "setp.eq.u32 %p2, %r1, 0;"
+    ended = "\n bar.sync 0;\n ret;"
+    for store, copies in (
+        ("@%p2 st.global.u32 [%rd1], %r4;", True),
+        ("@!%p2 bra END;\n st.global.u32 [%rd1], %r4;\nEND:", False),
+    ):
+        device = Device("sm_100a", profile="lenient")
+        launched(device, f"{load}\n{one}\n{store}{ended}")
+        (found,) = device.findings
+        assert (found.rule, "copies of one element" in found.detail) == ("global-race", copies), found
+
+
 def test_a_file_in_the_folder_of_the_run_has_a_relative_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ledger = Ledger()
