@@ -217,7 +217,7 @@ class Session:
         finally:
             for fault in self._found.by_site.values():
                 if not fault.line:
-                    _place_waiters(fault, ptx)
+                    _place(fault, ptx)
                 if fault.rule == "global-race":
                     _say_copies(fault, ptx)
                 fault.source = source_of(ptx, fault.line)
@@ -230,8 +230,8 @@ class Session:
 _PTX_LINES = re.compile(r"PTX lines? (\d+)")
 
 
-def _place_waiters(fault: Fault, ptx: str) -> None:
-    """Give a deadlock or a runaway, which is of no instruction, the place of the first warp that it names.
+def _place(fault: Fault, ptx: str) -> None:
+    """Give a fault of no instruction, such as a deadlock, the place of the first PTX line that it names.
 
     Its sentence says the source of each PTX line that it names, where there is one.
     """
