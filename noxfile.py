@@ -153,5 +153,5 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def doctor(session: nox.Session) -> None:
-    """What can run on this machine and, for what cannot, why."""
+    """What can run on this machine, what cannot, and why not."""
     _end_as(session, "megamoe", "doctor", *session.posargs)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,29 @@ def _by_nvcc(compiler: str, source: _Source) -> str:
         done = subprocess.run([*command, str(place), "-o", str(ptx)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise _WordsError((done.stderr or done.stdout).strip().replace(str(place), TEXT_NAME))
-        return ptx.read_text("utf-8").replace(str(place), TEXT_NAME)
+        return _with_own_id(ptx.read_text("utf-8").replace(str(place), TEXT_NAME), source)
+
+
+_MODULE_ID = re.compile(r"(?<=_INTERNAL_)[0-9a-f]{8}(?=_)")
+_DATA = re.compile(r"^\s*\.b8\s+([\d,\s]+)", re.MULTILINE)
+
+
+def _with_own_id(ptx: str, source: _Source) -> str:
+    """`ptx` with an identity of `source` in names of internal linkage, where nvcc has one of its folder.
+
+    The same source is the same PTX in every run. The names stand in the text and, as bytes, in the names of functions
+    for lines.
+    """
+    own = sha256(f"{source.file}\0{source.text}".encode()).hexdigest()[:8]
+    ptx = _MODULE_ID.sub(own, ptx)
+    numbers = [one for line in _DATA.finditer(ptx) for one in re.compile(r"\d+").finditer(ptx, *line.span(1))]
+    data = "".join(chr(int(one[0])) for one in numbers)
+    pieces, end = list[str](), 0
+    for found in _MODULE_ID.finditer(data):
+        for number, char in zip(numbers[found.start() : found.end()], own, strict=True):
+            pieces += [ptx[end : number.start()], str(ord(char))]
+            end = number.end()
+    return "".join([*pieces, ptx[end:]])
 
 
 def _by_nvrtc(nvrtc: Any, version: str, source: _Source) -> str:

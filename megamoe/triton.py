@@ -132,16 +132,18 @@ class PtxCompiler(CUDABackend):
 
     def __init__(self, target: Any) -> None:
         super().__init__(target)
-        self.binary_ext = "ptx"
+        # Triton keeps what has this name as bytes, and the PTX of its own stage as text.
+        self.binary_ext = "machine"
 
     def add_stages(self, stages: dict[str, Any], options: Any, language: Any) -> None:
-        """All stages but the assembler's."""
+        """All stages but the assembler's, in whose place the PTX is kept as it is."""
         super().add_stages(stages, options, language)
         stages.pop("cubin", None)
+        stages[self.binary_ext] = lambda ptx, metadata: ptx.encode()
 
     def hash(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Part of the key of Triton's cache on disk: nothing there may be taken for a GPU's."""
-        return f"megamoe-{self.target.arch}"
+        return f"megamoe-{self.binary_ext}-{self.target.arch}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,8 @@ _ALL = (
     _error(
         "global-race", "8.7.1",
         "Two accesses of global memory meet, one of them writes another value, and nothing orders them.",
-        "Publish with a release of gpu scope and take over with an acquire, or use atomics.",
+        "Within a CTA, put a barrier between the accesses (`__syncthreads()`, `tl.debug_barrier()`). Between CTAs, "
+        "publish with a release of gpu scope and take over with an acquire, or use atomics.",
         "a barrier within the CTA, or a release and an acquire of gpu scope between CTAs",
     ),
     _error(

@@ -142,7 +142,7 @@ def doctor(
     specs: Specs = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON array instead of a table.")] = False,
 ) -> None:
-    """Says what can run here and, for what cannot, why."""
+    """Says what can run here, what cannot, and why not."""
     found = list(capabilities(specs))
     if as_json:
         print(json.dumps([asdict(one) for one in found], indent=1))

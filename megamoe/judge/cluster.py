@@ -91,7 +91,9 @@ def joined(address: str, jobs: int) -> Iterator[None]:
     try:
         ray = _ray()
     except ImportError as error:
-        raise SelectionError(f"--ray needs Ray, which is not installed: pip install 'megamoe[ray]' ({error})") from None
+        raise SelectionError(
+            f"--ray needs Ray, which is not installed: in a checkout, pip install -e '.[ray]' ({error})"
+        ) from None
     # What it would send home, and a warning about devices that it hides from tasks which ask for none.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"

@@ -18,7 +18,9 @@ from megamoe.records.lines import RecordError, Signature
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-MISSING = "signatures need the package cryptography, which is not installed here: pip install 'megamoe[sign]'"
+MISSING = (
+    "signatures need the package cryptography, which is not installed here: in a checkout, pip install -e '.[sign]'"
+)
 
 
 def private_key(path: Path) -> Ed25519PrivateKey:

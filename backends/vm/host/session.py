@@ -6,6 +6,7 @@ It has the shape of megamoe.contract's KernelMachine. Everything is given by add
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -215,11 +216,52 @@ class Session:
             raise
         finally:
             for fault in self._found.by_site.values():
+                if not fault.line:
+                    _place(fault, ptx)
+                if fault.rule == "global-race":
+                    _say_copies(fault, ptx)
                 fault.source = source_of(ptx, fault.line)
                 if fault.other is not None:
                     fault.other.source = source_of(ptx, fault.other.line)
         for buffer in added:
             machine.memory.remove(buffer)
+
+
+_PTX_LINES = re.compile(r"PTX lines? (\d+)")
+
+
+def _place(fault: Fault, ptx: str) -> None:
+    """Give a fault of no instruction, such as a deadlock, the place of the first PTX line that it names.
+
+    Its sentence says the source of each PTX line that it names, where there is one.
+    """
+
+    def with_source(found: re.Match[str]) -> str:
+        source = source_of(ptx, int(found[1]))
+        return f"{source[0].file}:{source[0].line}:{source[0].column}, {found[0]}" if source else found[0]
+
+    if (first := _PTX_LINES.search(fault.detail)) is not None:
+        fault.line = int(first[1])
+        fault.text = ptx.splitlines()[fault.line - 1].strip()
+    fault.detail = _PTX_LINES.sub(with_source, fault.detail)
+
+
+def _say_copies(fault: Fault, ptx: str) -> None:
+    """Name the likely cause of a race between a load and a predicated store of two warps of one CTA.
+
+    Triton gives an element to several warps where a block has fewer elements than threads: all load it, one stores.
+    """
+    other = fault.other
+    if other is None or not other.line or " of " in other.who:
+        return
+    lines = ptx.splitlines()
+    mine, theirs = lines[fault.line - 1].strip(), lines[other.line - 1].strip()
+    store, load = (theirs, mine) if other.did == "wrote" else (mine, theirs)
+    if store.startswith("@") and " st." in store and "ld." in load:
+        fault.detail += (
+            "; the store has a predicate: where warps hold copies of one element and one of them stores it, the others "
+            "load a value that they do not use, and the race changes no result"
+        )
 
 
 def _elsewhere(allocation: int) -> int:

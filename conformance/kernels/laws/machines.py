@@ -37,7 +37,7 @@ def end_as_unsupported(record: Record, in_ci: bool, expected: Sequence[Expectati
     if in_ci and not excused:
         pytest.fail(
             f"{record.row} is owed here and unsupported: {record.sentence} In CI nothing that is owed is skipped: "
-            f"install what is missing (pip install 'megamoe[cutedsl]'), or give conformance/expected.yaml an entry",
+            f"install what is missing (pip install -e '.[cutedsl]'), or give conformance/expected.yaml an entry",
             pytrace=False,
         )
     pytest.skip(f"unsupported: {record.sentence}")

@@ -126,7 +126,7 @@ def table(programs: Mapping[str, Answer]) -> str:
         "The machine reports each; tests run the pages. "
         f"compute-sanitizer reports {noticed}. {wrong} went wrong on silicon, as they are or with a party late: "
         "a delay ahead of one side of the race. "
-        f"Of {len(mended)} mended programs compute-sanitizer reports {', '.join(alarms) or 'none'}. "
+        f"It also reports {len(alarms)} of {len(mended)} programs that are right: {', '.join(alarms) or 'none'}. "
         "racecheck is for shared memory, memcheck for addresses, synccheck for barriers and masks, "
         "and most rules of asynchronous units have no tool there."
     )
@@ -156,8 +156,9 @@ def arrivals(changed: Sequence[Answer]) -> str:
         "arrives: in attention the factors of rows that the other lanes stored, in the NVFP4 layer the weights that "
         "they loaded. Where each lane arrives it reports nothing. With bar.sync of the warps in place of bar.warp.sync "
         "it reports the same, and with neither, too: its report does not tell the right program from the wrong one. "
-        "So it is with the smallest kernel of [rules/lanes.md](rules/lanes.md), where an H200 shows which is right. "
-        "Of the attention kernel without either the machine says `lanes-unordered`; in the NVFP4 layer mma.sync still "
+        "The same holds for the smallest kernel of [rules/lanes.md](rules/lanes.md), where an H200 shows which is "
+        "right. With neither of the two barriers, the machine reports `lanes-unordered` for the attention kernel; in "
+        "the NVFP4 layer mma.sync still "
         "gathers the lanes. What attention has read it releases behind elect.sync, which gathers them, too; of its "
         "memory order the ISA says nothing.",
         "Programs of [results/records/h200-racecheck.json](../results/records/h200-racecheck.json): bits of "

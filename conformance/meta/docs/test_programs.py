@@ -202,10 +202,10 @@ def test_a_paragraph_tells_every_answer_of_its_page() -> None:
 def test_the_table_counts_what_went_wrong_and_what_was_reported() -> None:
     page = table(RECORD)
     assert "compute-sanitizer reports 2. 2 went wrong on silicon" in " ".join(page.split())
-    assert "Of 2 mended programs compute-sanitizer reports none." in " ".join(page.split())
+    assert "It also reports 0 of 2 programs that are right: none." in " ".join(page.split())
     assert page.count("\n| [") == 3, "one line a program with a defect, none of a control"
     alarmed = {**RECORD, "found/one 2": _answer("", racecheck=3)}
-    assert "reports found/one 2 (racecheck)." in " ".join(table(alarmed).split())
+    assert "1 of 2 programs that are right: found/one 2 (racecheck)." in " ".join(table(alarmed).split())
 
 
 def test_a_tool_that_launched_nothing_found_nothing_and_missed_nothing() -> None:

@@ -75,6 +75,24 @@ def test_no_compiler_at_all() -> None:
 
 
 @pytest.mark.usefixtures("no_nvrtc")
+def test_the_same_source_is_the_same_ptx(nvcc: Nvcc) -> None:
+    """nvcc names what is internal after its folder, in the text and in the bytes of the names for lines."""
+    text = 'extern "C" __global__ void attend() {}\n'
+
+    def ptx_of(identity: str, text: str) -> str:
+        name = f"_ZN37_INTERNAL_{identity}_9_source_cu_attend_12"
+        nvcc(f"{name} \n.b8 {','.join(map(str, name.encode()))}", 0)
+        cuda_source._compiled.cache_clear()
+        found = compiled(text, "sm_90a")
+        cuda_source.nvccs().clear()
+        return found
+
+    first = ptx_of("a1006271", text)
+    assert "a1006271" not in first, first
+    assert ptx_of("be3fd519", text) == first, "another folder, other PTX"
+    assert ptx_of("be3fd519", f"// another\n{text}") != first, "another source has an identity of its own"
+
+
 def test_an_edited_header_is_compiled_anew(nvcc: Nvcc, tmp_path: Path) -> None:
     place = Path(nvcc("$(cat one/inner.h)", 0))
     place.write_text(place.read_text().replace("one/", f"{tmp_path}/one/"))

@@ -431,6 +431,36 @@ def test_sarif_is_what_code_hosts_take() -> None:
         jsonschema_rs.Draft202012Validator(SARIF).validate(broken)
 
 
+@pytest.mark.parametrize(
+    ("rule", "step"), [("deadlock", "LOOP: bra LOOP;"), ("runaway", "LOOP: add.u32 %r1, %r1, 1;\n bra LOOP;")]
+)
+def test_a_launch_that_does_not_end_is_at_a_line_of_the_source(rule: str, step: str) -> None:
+    text = kernel(f'.file 1 "/home/me/kernels/spin.cu"\n.loc 1 7 3\n{step}')
+    device = Device("sm_100a", step_budget=20_000)
+    with pytest.raises(KernelFault):
+        device.launch(text, "kernel", 1, 64, np.zeros(4, np.uint32))
+    (one,) = device.findings
+    assert (one.rule, one.place) == (rule, SourceLine("/home/me/kernels/spin.cu", 7, 3))
+    assert "/home/me/kernels/spin.cu:7:3, PTX line" in one.detail, "each warp that is named has its line"
+    (run,) = json.loads(rendered(CheckedRun(device.ledger), "sarif"))["runs"]
+    (location,) = run["results"][0]["locations"]
+    assert location["physicalLocation"]["artifactLocation"]["uri"] == "file:///home/me/kernels/spin.cu"
+
+
+def test_a_race_of_copies_of_one_element_names_its_cause() -> None:
+    """Two warps load a word, and one of them stores it under a predicate; without one, nothing speaks of copies."""
+    load, one = "ld.global.u32 %r4, [%rd1];\n add.u32 %r4, %r4, 1;", "setp.eq.u32 %p2, %r1, 0;"
+    ended = "\n bar.sync 0;\n ret;"
+    for store, copies in (
+        ("@%p2 st.global.u32 [%rd1], %r4;", True),
+        ("@!%p2 bra END;\n st.global.u32 [%rd1], %r4;\nEND:", False),
+    ):
+        device = Device("sm_100a", profile="lenient")
+        launched(device, f"{load}\n{one}\n{store}{ended}")
+        (found,) = device.findings
+        assert (found.rule, "copies of one element" in found.detail) == ("global-race", copies), found
+
+
 def test_a_file_in_the_folder_of_the_run_has_a_relative_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ledger = Ledger()

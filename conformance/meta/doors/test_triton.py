@@ -103,6 +103,7 @@ def test_kernels_may_divide_by_their_registers():
     kernel = copy.warmup(torch.empty(4), torch.empty(4), 4, B=4, grid=(1,))
     kernel._init_handles()
     assert kernel.n_regs > 0
+    assert kernel.asm["ptx"].lstrip().startswith("//"), "PTX is text, as with Triton's own driver"
 
 def test_launch_hooks_are_called():
     megamoe.triton.install("sm_100a")

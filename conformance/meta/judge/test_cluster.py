@@ -166,7 +166,7 @@ def test_no_cluster_is_one_sentence(
     given = ["--case", CASES[0], "--backend", f"{FAKE}:WORKS", "--executor", f"{FAKE}:EXECUTOR"]
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["run", *given, "--ray", "local"]) == 2
-    assert "--ray needs Ray, which is not installed: pip install 'megamoe[ray]'" in capsys.readouterr().err
+    assert "--ray needs Ray, which is not installed: in a checkout, pip install -e '.[ray]'" in capsys.readouterr().err
     assert not list(Path("results").glob("runs/*")), "a run that never began leaves no file"
 
 
