@@ -190,7 +190,12 @@ def test_draws_are_repeatable_and_take_classes_in_turn() -> None:
 
 # Of one program that is quick to run: the raw-PTX attention for Hopper at hd 64.
 SELECTION = Selection(
-    cases=("fmha:hd=64,t=17,s_k=96,lse=false", "fmha:hd=64,t=4,s_k=130,batch=3", "fmha:hd=64,t=16,s_k=400,causal=true"),
+    cases=(
+        "fmha:hd=64,t=17,s_k=96,lse=false",
+        "fmha:hd=64,t=4,s_k=130,batch=3",
+        "fmha:hd=64,t=16,s_k=400,causal=true",
+        "fmha:hd=64,t=128,s_k=128,inputs=lone_keys",
+    ),
     backends=("ptx",),
     targets=("sm_90a",),
     executors=("vm",),
