@@ -181,10 +181,10 @@ def _value(
     way = draw(_below(3 if axis.optional else 2)) - axis.optional
     if way < 0:
         return None
-    top = _greatest(low, high, fits)
     if high - low < LISTED:
-        listed = [value for value in range(low, top + 1) if admits(value)]
+        listed = [value for value in range(low, high + 1) if admits(value) and fits(value)]
         return _one_of(draw, (not way and [value for value in listed if value in edges]) or listed)
+    top = _greatest(low, high, fits)
     if way:
         return draw(_between(low, top))
     return _one_of(draw, [value for value in edges if low <= value <= top] or [low])
