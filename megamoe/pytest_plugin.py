@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Generator
 from contextlib import ExitStack
+from errno import EACCES, EISDIR
+from os import W_OK, access, strerror
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
             for file in files:
                 form_of(file)
+                _check_writable(file)
     except (UnsupportedError, ValueError) as refused:
         raise pytest.UsageError(f"--megamoe-vm: {refused}") from None
     # Torch takes seconds to import: what is refused above is refused before that.
@@ -100,6 +103,18 @@ def _timeout(config: pytest.Config) -> float | None:
     if not 0 < (seconds := float(str(given))) < float("inf"):
         raise ValueError(f"--megamoe-timeout {given}: a time limit is a number of seconds above 0")
     return seconds
+
+
+def _check_writable(file: Path) -> None:
+    """Make the folder of `file`. ValueError if nothing can be written there, which is better said before the tests."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError(EISDIR, strerror(EISDIR))
+        if not access(file if file.exists() else file.parent, W_OK):
+            raise PermissionError(EACCES, strerror(EACCES))
+    except OSError as problem:
+        raise ValueError(f"cannot write findings to {file}: {problem.strerror}") from None
 
 
 def _open(name: str, device: Device, sm_count: int, opened: ExitStack) -> None:

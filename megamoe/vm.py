@@ -143,6 +143,8 @@ class Device:
         self.reported: Callable[[KernelFinding], object] = _to_log
         if target not in TARGETS:
             raise UnsupportedError(f"there is no machine for the target {target!r}; there is {' and '.join(TARGETS)}")
+        if step_budget < 1:
+            raise ValueError(f"step_budget is {step_budget}; a launch needs at least one step")
         self.machine = open_machine(
             machine, target, schedule=schedule, accumulate=accumulate, step_budget=step_budget, sm_count=sm_count
         )
@@ -232,7 +234,7 @@ class Device:
             params = _encoded(name, entries[name], args, reached)
             sizes = _dim3("grid", grid), _dim3("block", block)
             clusters = _dim3("cluster", cluster)
-            with self.watched(ptx, "" if "\n" in text else text):
+            with self.watched(ptx, "" if _is_text(source) else text):
                 self.machine.launch(
                     ptx,
                     name,
@@ -494,6 +496,8 @@ def _parameter(what: str, parameter: Parameter, arg: object, reached: Reached) -
         raw = struct.pack("<Q", address)
     else:
         raw = _scalar(what, parameter, arg)
+    if arg is None and len(raw) != parameter.size:
+        raise LaunchRefusedError(f"{what} is no pointer, and is given None, a null pointer of 8 bytes")
     if len(raw) != parameter.size:
         raise LaunchRefusedError(f"{what} is given {type(arg).__name__}, which makes {len(raw)} bytes")
     return raw
@@ -542,10 +546,15 @@ def _layout(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, str]:
 # Sources
 
 
+def _is_text(source: str | Path) -> bool:
+    """Whether `source` is CUDA C++ or PTX, not the name of a file."""
+    return not isinstance(source, Path) and ("\n" in source or "__global__" in source)
+
+
 def as_ptx(source: str | Path, target: str) -> str:
     """PTX of PTX or CUDA C++, given as text or as a file. UnsupportedError where no compiler is found."""
     text, name = str(source), "the source"
-    if isinstance(source, Path) or "\n" not in text:
+    if not _is_text(source):
         name = text
         try:
             text = plain_bytes(Path(source)).decode("utf-8")

@@ -41,12 +41,15 @@ Schedule = Annotated[
     typer.Option("--schedule", metavar="NAME", help="eager, lazy, random:SEED.  [default: four; eager for tests]"),
 ]
 Entry = Annotated[str | None, typer.Option("--entry", metavar="NAME", help="Launch this kernel, not just read all.")]
+KeptPtx = Annotated[
+    Path | None, typer.Option("--keep-ptx", metavar="FILE", help="Where to write the PTX that the lines are of.")
+]
 
 
 @with_options
 def check(
     sources: Sources, sought: Sought, launch: AskedLaunch, target: Target = "sm_100a", schedule: Schedule = None,
-    entry: Entry = None,
+    entry: Entry = None, keep_ptx: KeptPtx = None,
 ) -> None:  # fmt: skip
     """Looks for rules that kernels break. Exit status: 0 none, 1 findings that count, 2 input that cannot be used.
 
@@ -62,6 +65,8 @@ def check(
             _unusable(f"{one}: a source is KERNEL.ptx, KERNEL.cu or TEST.py::NAME")
     if entry is not None and (tests or len(kernels) != 1):
         _unusable("--entry launches a kernel of one file")
+    if keep_ptx is not None and (tests or len(kernels) != 1):
+        _unusable("--keep-ptx writes the PTX of one kernel's file")
     if entry is None and launch.idle:
         _unusable(f"--{launch.idle} does nothing without --entry NAME, which launches a kernel of one file")
     if sought.format not in get_args(Format):
@@ -70,6 +75,8 @@ def check(
     for kernel in kernels:
         try:
             with memory_at_most(share_of_memory(1)):
+                if keep_ptx is not None:
+                    _kept(kernel, target, keep_ptx)
                 if entry is None:
                     _read(kernel, target, checked, launch.timeout)
                 else:
@@ -115,6 +122,16 @@ def _write(checked: CheckedRun, sought: Sought) -> None:
         return
     try:
         write_file(sought.output, text, "findings to")
+    except RecordError as problem:
+        _unusable(str(problem))
+
+
+def _kept(kernel: str, target: str, file: Path) -> None:
+    """Write the PTX of `kernel` to `file`."""
+    from megamoe.vm import as_ptx
+
+    try:
+        write_file(file, as_ptx(Path(kernel), target), "PTX to")
     except RecordError as problem:
         _unusable(str(problem))
 

@@ -141,6 +141,18 @@ def test_what_the_machine_was_at_is_no_part_of_an_interrupt(kernel: Path, monkey
     assert stop.value.__suppress_context__, "the traceback goes on inside of the machine"
 
 
+def test_the_ptx_that_lines_are_of_is_kept(
+    kernel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megamoe.vm.compiled", lambda *_: GOOD)
+    (source := tmp_path / "fill.cu").write_text("__global__ void fill() {}")
+    kept = tmp_path / "kept.ptx"
+    status, said = _check(capsys, source, "--keep-ptx", str(kept))
+    assert (status, kept.read_text()) == (0, GOOD), said
+    status, said = _check(capsys, source, "--keep-ptx", str(kernel / "kept.ptx"))
+    assert (status, "cannot write PTX to" in said) == (2, True), said
+
+
 def test_a_kernel_that_takes_all_memory_is_a_sentence(
     kernel: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

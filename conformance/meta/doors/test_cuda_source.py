@@ -10,7 +10,7 @@ import torch
 
 from megamoe import cuda_source
 from megamoe.cuda_source import HOST_HEADERS, NO_HOST_CODE, NVRTC_MAY, compiled
-from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError
+from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError, as_ptx
 
 NVRTC = cuda_source.nvrtc_binding()
 with_nvrtc = pytest.mark.skipif(NVRTC is None, reason="NVRTC is not installed: the extra `cuda`")
@@ -75,6 +75,11 @@ def test_no_compiler_at_all() -> None:
 
 
 @pytest.mark.usefixtures("no_nvrtc")
+def test_a_source_of_one_line_is_no_name_of_a_file(nvcc: Nvcc) -> None:
+    nvcc("PTX of one line", 0)
+    assert as_ptx('extern "C" __global__ void in_one_line() {}', "sm_90a") == "PTX of one line\n"
+
+
 def test_the_same_source_is_the_same_ptx(nvcc: Nvcc) -> None:
     """nvcc names what is internal after its folder, in the text and in the bytes of the names for lines."""
     text = 'extern "C" __global__ void attend() {}\n'

@@ -272,6 +272,13 @@ def test_a_test_suite_runs_and_findings_fail_it(tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         (["--megamoe-vm", "sm_80"], "there is no machine for the target 'sm_80'"),
+        (["--megamoe-timeout", "3"], "--megamoe-timeout does nothing without --megamoe-vm TARGET"),
+        (["--megamoe-vm", "sm_90a", "--megamoe-timeout", "0"], "a time limit is a number of seconds above 0"),
+        (["--megamoe-vm", "sm_90a", "--megamoe-step-budget", "0"], "step_budget is 0"),
+        (
+            ["--megamoe-vm", "sm_90a", "--megamoe-findings", "/dev/null/f.json"],
+            "cannot write findings to /dev/null/f.json",
+        ),
         (["--megamoe-profile", "strict"], "--megamoe-profile does nothing without --megamoe-vm TARGET"),
     ],
 )
