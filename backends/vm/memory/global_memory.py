@@ -25,6 +25,8 @@ WINDOW_SHIFT = 56
 FIRST_ADDRESS = 0x7F40_0000_0000
 GAP = 1 << 20
 """Unmapped bytes between buffers that the machine places itself: an overrun meets nothing."""
+NULL_BYTES = 1 << 16
+"""Addresses below it come from a null pointer."""
 
 HEAP_BYTES = 8 << 20
 """Of the heap of kernels, unless the host asks for another size (CUDA programming guide, heap memory allocation)."""
@@ -175,6 +177,8 @@ class GlobalMemory:
 
     def nearest(self, address: int) -> str:
         """The end of a sentence about an address in no buffer: which one is nearest."""
+        if address < NULL_BYTES:
+            return f"; {address} bytes behind a null pointer" if address else "; a null pointer"
         if not self._buffers:
             return ""
 

@@ -180,7 +180,13 @@ ADDRESSES = {
         "`out` (256 bytes), 16 bytes before the start",
     ),
     "global, in a gap": ("add.u64 %rd1, %out, 65536;\nld.global.u32 %r1, [%rd1]; //!", "out-of-bounds", "`out`"),
-    "global, null": ("mov.u64 %rd1, 0;\nld.global.u32 %r1, [%rd1]; //!", "out-of-bounds", "outside of every buffer"),
+    "global, null": ("mov.u64 %rd1, 0;\nld.global.u32 %r1, [%rd1]; //!", "out-of-bounds", "a null pointer"),
+    "global, behind null": (
+        "mov.u64 %rd1, 0;\nld.global.u32 %r1, [%rd1+8]; //!",
+        "out-of-bounds",
+        "outside of every buffer",
+        "8 bytes behind a null pointer",
+    ),
     "global, atomic": (
         "setp.eq.u32 %p1, %lane, 4;\n@%p1 red.global.add.u32 [%out+512], 1; //!",
         "out-of-bounds",
