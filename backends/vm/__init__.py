@@ -1,67 +1,74 @@
 """A PTX virtual machine on the CPU for sm_90a and sm_100a; only executor and trace import megamoe.contract.
 
-`executor.EXECUTOR` puts the machine behind the harness's contract, `machine.Machine` runs launches. A launch goes:
+`executor.EXECUTOR` puts the machine behind the harness's contract; `machine.Machine` runs launches. A launch goes:
 `ptx/` (text to syntax tree) -> `bind/` (tree to code: blocks of steps) -> `machine/` (warps that a scheduler moves;
-`engine` holds the copies and tensor-core work that run beside them). `bind/lanes.py` makes machine code of what blocks
-compute on registers, if they run often (`machine.code.OFTEN`, `lanes.WORTH`). `isa/` holds the instruction families,
-and they register in `bind/forms.py`. `load.py` does all up to the launch. `results/coverage.md` lists every spelling,
-its PTX ISA section and how its meaning is known. `facts.md N.M` in comments is conformance/vm/facts.md.
+`engine` holds the copies and tensor-core work that run beside them). `bind/lanes.py` compiles the register arithmetic
+of blocks that run often (`machine.code.OFTEN`, `lanes.WORTH`). `isa/` holds the instruction families, and they register
+in `bind/forms.py`. `load.py` does everything up to the launch. `results/coverage.md` lists every spelling, its PTX ISA
+section and how its meaning is known. `facts.md N.M` in comments is conformance/vm/facts.md.
 
 Rooms, lowest first; each imports only rooms before it: rules; faults; ptx, numerics; tensor; memory; machine; bind;
 trace, isa; load, coverage; host; executor.
 
-What it checks is in rules.py, each rule with its grade; conformance/vm plants each. A Fault that is raised ends its
-launch. One that is given to `faults.report` is a missing order: with a collector (`Machine.findings`, as the doors
-have) it is a finding and the run goes on, as if the order were there; without (a judged row) it ends the launch too.
-What production kernels leave out although the ISA asks for it is a finding of grade `portability`. Some of that only
-collectors hear of, and a judged row counts it: a missing tcgen05.fence (`tcgen05_fences_missing`), fence.mbarrier_init
-(`mbarrier_inits_unfenced`), tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`), a
-tcgen05.cp or an mma into what an mma of another accumulator still reads (`tmem_unordered_copies`,
-`tmem_unordered_mmas`), a wgmma.fence before another use of the registers (`wgmma_fences_early`), a lane that uses what
-another lane of its warp wrote to shared memory with nothing between, or another warp that has waited for an arrival of
-other lanes alone (`lanes_unordered`), a bulk copy over what threads have read with no fence.proxy.async in between
-(`smem_unfenced_overwrites`), and, as a note, operands that the ISA has no result for (`remainders_by_zero`,
-`bit_fields_beyond_255`). The gate fails where one of these counts grows.
+rules.py lists what the machine checks, each rule with its grade; conformance/vm plants a violation of each. A Fault
+that is raised ends its launch. A Fault given to `faults.report` is a missing order. With a collector
+(`Machine.findings`, as the doors have) it becomes a finding and the run goes on as if the order were there. Without one
+(a judged row) it ends the launch too. An order that the ISA asks for and production kernels leave out is a finding of
+grade `portability`. Some of these reach only collectors, and a judged row counts them instead:
+- a missing tcgen05.fence (`tcgen05_fences_missing`);
+- a missing fence.mbarrier_init (`mbarrier_inits_unfenced`);
+- a missing tcgen05.wait::ld where a register of the load has been used (`tmem_unwaited_overwrites`);
+- a tcgen05.cp or an mma that overwrites what an mma of another accumulator still reads (`tmem_unordered_copies`,
+  `tmem_unordered_mmas`);
+- a missing wgmma.fence before another use of the registers (`wgmma_fences_early`);
+- a lane that uses what another lane of its warp wrote to shared memory with nothing in between, or another warp that
+  does so and has waited only for an arrival of other lanes (`lanes_unordered`);
+- a bulk copy over what threads have read with no fence.proxy.async in between (`smem_unfenced_overwrites`);
+- as a note, operands for which the ISA has no result (`remainders_by_zero`, `bit_fields_beyond_255`).
+The gate fails where one of these counts grows.
 
 Undefined values (registers, shared, tensor, local, output and workspace memory that nobody wrote) travel with their
-bytes, as in Valgrind's memcheck. They are a fault where they decide something: an address, a branch, a guard of what
-does more than compute, any operand of an instruction that synchronises or copies, or a result; see bind.definedness.
-Bit logic, integer addition, multiplication, comparison, minima and maxima are followed by their defined bits. A
-division, a bit count and floating-point arithmetic with an undefined operand have undefined results, whatever the
-defined bits say. An undefined element of A makes a row of D undefined, one of B a column; a reduction by the copy
-engine, each element that it combines with an undefined one. wmma and the forms of mma.sync in isa/warp_mma_types.py
-depend on their operands: an undefined one is a fault there. A judged row's results are looked at once, after its last
-launch; the doors look after each launch.
+bytes, as in Valgrind's memcheck. They are a fault where they decide something: an address, a branch, the guard of an
+instruction that does more than compute, any operand of an instruction that synchronises or copies, or a result; see
+bind.definedness. Bit logic, integer addition, multiplication, comparison, minima and maxima track defined bits one by
+one. A division, a bit count and floating-point arithmetic with an undefined operand have undefined results, whatever
+the defined bits say. An undefined element of A makes a row of D undefined, one of B a column. A reduction by the copy
+engine makes each element undefined that it combines with an undefined one. wmma and the forms of mma.sync in
+isa/warp_mma_types.py depend on their operands: an undefined one is a fault there. A judged row's results are checked
+once, after its last launch; the doors check after each launch.
 
 It does NOT notice, and why:
-- a .cta scope that the text does not spell: `mbarrier.arrive.shared::cluster` with no scope releases to its own CTA by
-  the ISA's default, and CUTLASS hands stages back to the other CTA with it. Written scopes are kept;
-- that a wait for a phase tells nothing of the copies of earlier phases at the same mbarrier: phases complete in order;
-- of lanes of one warp, other races than a read of what another lane wrote: one may still read what another one's
-  arrival or release gives back, since readers are known by warp; and two generic writers of parts of one 4-byte granule
-  of shared memory: values are compared for whole granules (threads that write what another one has written do not race,
-  PTX ISA 8.7.2);
-- lanes of a warp that meet in part, or of which one acquires and another one releases what it has not met: meetings are
-  counted by warp, and what may order some lanes counts for all, so that what is found is found rightly. What a lane
-  has acquired before it ended counts as known to those of its warp that meet later. Strong accesses are never asked for
-  lanes, as they race with nothing here;
-- in global memory: a race with any but the last reader of a byte (a mark holds one), a missing fence.proxy.async before
-  a bulk reduction, and a tensor map that is read while it is changed (maps carry no proxy state);
-- in a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA
-  guide, launches of another stream, and an overwrite of what an earlier launch only read by strong loads;
-- an mbarrier of a CTA that ends before its peer has ever accessed it is found at the access, but two CTAs of one SM do
-  not contend for tensor memory: each CTA has a tensor memory of its own, since nothing places CTAs on SMs here;
-- accesses that are too early but happen to be ordered by every schedule tried: it tests schedules, it proves nothing;
-- anything about time, register pressure beyond the pool that setmaxnreg moves, or caches.
+- A .cta scope that the text does not spell. `mbarrier.arrive.shared::cluster` with no scope releases to its own CTA by
+  the ISA's default, and CUTLASS hands stages back to the other CTA with it. Written scopes are kept.
+- That a wait for a phase says nothing about the copies of earlier phases at the same mbarrier: phases complete in
+  order.
+- Between lanes of one warp, races other than a read of what another lane wrote. A lane may still read what another
+  lane's arrival or release gives back, since readers are known by warp. Two generic writers of parts of one 4-byte
+  granule of shared memory go unseen too: values are compared for whole granules (threads that write what another one
+  has written do not race, PTX ISA 8.7.2).
+- Lanes of a warp that meet in part, or where one acquires and another one releases without having met it. Meetings are
+  counted by warp, and what may order some lanes counts for all, so that no finding is wrong. What a lane has acquired
+  before it ended counts as known to the lanes of its warp that meet later. Strong accesses are never checked by lane,
+  as they race with nothing here.
+- In global memory: a race with any but the last reader of a byte (a mark holds one), a missing fence.proxy.async before
+  a bulk reduction, and a tensor map that is read while it is changed (maps carry no proxy state).
+- In a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA
+  guide, launches of another stream, and an overwrite of what an earlier launch only read by strong loads.
+- An mbarrier of a CTA that ends before its peer has ever accessed it is found at the access. But two CTAs of one SM do
+  not contend for tensor memory: each CTA has a tensor memory of its own, since nothing places CTAs on SMs here.
+- Accesses that are too early but happen to be ordered by every schedule tried: it tests schedules, it proves nothing.
+- Anything about time, caches, or register pressure beyond the pool that setmaxnreg moves.
+
 It refuses, although silicon may run it:
 - mbarrier.init over a live mbarrier that has been used, or with another count;
-- an undefined operand of an atomic, an st.async or a red.async, or undefined memory under an atomic but atom.exch, even
-  if nobody uses the result;
-- an undefined value that is left in memory that is no workspace, even if the host never looks at it;
+- an undefined operand of an atomic, an st.async or a red.async, or undefined memory under an atomic other than
+  atom.exch, even if the result is never used;
+- an undefined value that is left in memory other than a workspace, even if the host never reads it;
 - a dependent launch that, before its own wait, touches what a launch further back did, even if the launch in between
   waited before it launched its dependents;
 - an `.aligned` instruction behind a loop in which some lanes of a warp neither store, copy nor wait for 4096 blocks:
   they count as spinning (machine/warp.py).
+
 Matrix accumulation follows a declared policy (fast, exact, hopper). Blackwell's own is undocumented. Under the policy
 "ring" all floats are elements of Z / 2^16 (numerics/ring.py), so that no term of attention's o hides in a tolerance.
 """

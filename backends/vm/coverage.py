@@ -14,10 +14,10 @@ from backends.vm.bind.forms import Form, all_forms, find
 from backends.vm.ptx.ast import Instruction
 
 WITNESSED = Path(__file__).parents[2] / "results" / "witness_opcodes.json"
-"""By package: the opcodes that its kernels executed while they computed what torch computes."""
+"""By package: the opcodes that its kernels executed while they computed the same as torch."""
 
 MEASURED = Path(__file__).parents[2] / "conformance" / "vm" / "isa" / "witnessed.json"
-"""By data file under conformance/silicon: the opcodes that a GPU executed to give what is in it."""
+"""By data file under conformance/silicon: the opcodes that a GPU executed to produce its contents."""
 
 NOT_ASKED = {
     "brkpt": "It ends the context.",
@@ -27,7 +27,7 @@ NOT_ASKED = {
     "st.async{.weak}{.shared::cluster}.mbarrier": "It is of PTX 9.2, and the ptxas of the device's toolkit writes 9.0.",
     "call{.uni}": "Direct calls run in random programs, of which hashes alone are kept.",
 }
-"""Why a form that ptxas takes for sm_90a has no witness on hardware, by how its spelling begins."""
+"""Why a form that ptxas takes for sm_90a has no witness on hardware, keyed by the beginning of its spelling."""
 
 ISA_EDITION = "9.1"
 """The edition of the PTX ISA that the section numbers of the forms refer to."""
@@ -39,9 +39,9 @@ def family_of(form: Form) -> str:
 
 
 def _ran(file: Path) -> dict[Form, dict[str, list[str]]]:
-    """The opcodes of each form by who ran them, from a JSON file of lists of opcodes by who ran them.
+    """The opcodes of each form by who ran them, read from a JSON file that lists opcodes by who ran them.
 
-    UnknownInstructionError for an opcode of no form.
+    Raises UnknownInstructionError for an opcode that fits no form.
     """
     found: dict[Form, dict[str, list[str]]] = {}
     for who, opcodes in json.loads(file.read_text("utf-8")).items() if file.exists() else ():
@@ -75,7 +75,7 @@ def _forms() -> list[Form]:
 
 
 def as_json() -> str:
-    """One object a form: family, spelling, words of each slot, PTX ISA section, witnesses, measured opcodes by file."""
+    """One object per form: family, spelling, words of each slot, PTX ISA section, witnesses, measured opcodes by file."""
     rows = [
         {
             "family": family_of(form),
@@ -92,7 +92,7 @@ def as_json() -> str:
 
 
 def as_markdown() -> str:
-    """A table a family. Spellings are in the notation of the ISA: `{}` is optional, `<slot>` one of its words."""
+    """One table per family, in the notation of the ISA: `{}` is optional, `<slot>` stands for one of its words."""
     forms, seconds = _forms(), second_kernels()
     lines = [
         "# What the PTX virtual machine implements",
@@ -125,7 +125,7 @@ def as_markdown() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table; the exit code is 2 for arguments that mean nothing."""
+    """Print the table. Returns exit code 2 for arguments it does not understand."""
     if arguments not in ([], ["--json"]):
         print(f"coverage: {' '.join(arguments)!r} is not understood; it takes nothing or --json", file=sys.stderr)
         return 2

@@ -35,17 +35,17 @@ from megamoe.contract import (
 from megamoe.contract.cache import user_cache
 
 MAX_WORKSPACES = 4 << 30
-"""Bytes of all workspaces of a program: more than those of any layer that a CPU runs in a minute."""
+"""Limit on the bytes of all workspaces of a program: more than any layer needs that a CPU runs in a minute."""
 PARSED = user_cache("ptx")
-"""Where parsed modules are kept between processes; see backends.vm.ptx.parse_cache. Machine code is, too."""
+"""Directory that keeps parsed modules and machine code between processes; see backends.vm.ptx.parse_cache."""
 keep_between_processes(PARSED)
 
 
 class VmExecutor:
-    """Runs PTX for sm_90a and sm_100a on the CPU. Tensors are mapped where they lie, without a copy.
+    """Runs PTX for sm_90a and sm_100a on the CPU. Tensors are mapped in place, without a copy.
 
-    `findings` collects what a launch can go on after, as at the doors; without it the first fault ends the run. It
-    keeps `lines_run` then: the PTX lines that some warp has executed. `machines` makes the machine of each run.
+    `findings` collects faults that a launch can survive, as the doors do; without it the first fault ends the run. With
+    it, `lines_run` holds the PTX lines that some warp has executed. `machines` makes the machine of each run.
     """
 
     name = "vm"
@@ -55,18 +55,18 @@ class VmExecutor:
     _machine: Machine | None = None
 
     def whereabouts(self) -> str:
-        """Where the warps of the program that runs are, as a deadlock says it; "" if there are none."""
+        """Where the warps of the running program are, in the words of a deadlock report; "" if there are none."""
         return self._machine.whereabouts() if self._machine is not None else ""
 
     def unavailable(self, target: Target) -> str | None:
-        """None: this machine needs nothing but a CPU."""
+        """Why `target` cannot run here, or None: the VM needs nothing but a CPU."""
         return None if target in ("sm_90a", "sm_100a") else f"the VM executes sm_90a and sm_100a, not {target}"
 
     def run(self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
         """Perform every launch on `tensors` (contiguous CPU tensors). A broken rule ends the run and is reported.
 
-        HostError for a scalar argument that does not fit its type, and if a host program's object, runtime calls or
-        arguments do not fit this machine; UnsupportedError for a Python call.
+        Raises HostError for a scalar argument that does not fit its type, and if a host program's object, runtime calls
+        or arguments do not fit this machine; UnsupportedError for a Python call.
         """
         recorder = Recorder() if options.trace else None
         self._machine = machine = self.machines(options.schedule, options.accumulate, options.step_budget, recorder)
@@ -108,7 +108,7 @@ def _run_launches(
         addresses[name] = buffer.base
     module = load(program.ptx, PARSED, ring=machine.ring)
     for launches in (program.prepare, program.launches):
-        machine.counters.clear()  # a call costs what `launches` do
+        machine.counters.clear()  # drop what `prepare` cost
         for launch in launches:
             params = [_encode(arg, addresses, program.target) for arg in launch.args]
             function = module.entry(launch.entry)
@@ -116,7 +116,7 @@ def _run_launches(
 
 
 def _check_workspaces(sizes: Mapping[str, int]) -> None:
-    """LaunchError before anything is allocated."""
+    """Raise LaunchError for bad workspace sizes before anything is allocated."""
     for name, size in sizes.items():
         if size < 0:
             raise LaunchError(f"the workspace {name!r} has {size} bytes; there are 0 or more")
@@ -125,9 +125,10 @@ def _check_workspaces(sizes: Mapping[str, int]) -> None:
 
 
 def _poison(buffer: Buffer, program: str) -> None:
-    """Fill a workspace of `program` with noise, unlike in each program and each workspace, and call it unwritten.
+    """Fill a workspace with noise that differs by program and workspace, and mark it unwritten.
 
-    No value that a kernel may take for an empty slot (0, -1) fills it, so a dropped initialisation has an effect.
+    The noise is not a value that a kernel may take for an empty slot (0, -1), so a dropped initialisation has an
+    effect.
     """
     seed = zlib.crc32(f"{buffer.name} of {program}".encode())
     buffer.data[:] = np.random.default_rng(seed).integers(0, 256, buffer.data.size, np.uint8)
@@ -137,13 +138,13 @@ def _poison(buffer: Buffer, program: str) -> None:
 def _call_host(
     program: HostProgram, machine: Machine, tensors: Mapping[str, torch.Tensor], outputs: tuple[str, ...] | None
 ) -> None:
-    # Only host programs need LLVM, which takes a while to load.
+    # Imported here because only host programs need LLVM, which loads slowly.
     from backends.vm.host.program import run_host_program
 
     buffers = map_tensors(machine, tensors, program.scratch, outputs)
     if program.prepare:
         run_host_program(replace(program, args=program.prepare), machine, buffers, PARSED)
-        machine.counters.clear()  # as of a Program
+        machine.counters.clear()  # as for a Program
     run_host_program(program, machine, buffers, PARSED)
 
 
@@ -153,7 +154,7 @@ def map_tensors(
     scratch: Mapping[str, int],
     outputs: tuple[str, ...] | None = None,
 ) -> dict[str, Buffer]:
-    """Put contiguous CPU tensors and workspaces (bytes by name) where host programs on `machine` find them.
+    """Map contiguous CPU tensors and workspaces (bytes by name) for host programs on `machine`.
 
     `outputs`: the tensors that may be written (None: all).
     """

@@ -1,7 +1,7 @@
-"""What a kernel does wrong (Fault), who collects it, and PTX or launches that this machine does not have.
+"""Faults of a kernel, who collects them, and errors for PTX or launches that this machine does not support.
 
-A Fault that is raised ends its launch. One that is given to `report` is a missing order, or something else that can be
-gone on after: it is raised too, unless somebody collects. backends.vm.rules has the rules and their grades.
+A Fault that is raised ends its launch. A Fault given to `report` is a missing order, or something else that the run can
+survive: it is raised too, unless a collector takes it. backends.vm.rules has the rules and their grades.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from backends.vm.rules import COLLECTED_ONLY, COUNTERS, RULES, MachineRule
 
 @dataclass(frozen=True, slots=True)
 class SourcePlace:
-    """A place in the text that a compiler made PTX of. `function`: what was inlined, "" if unknown."""
+    """A place in the source that was compiled to PTX. `function`: the inlined function, "" if unknown."""
 
     file: str
     line: int
@@ -26,7 +26,7 @@ class SourcePlace:
 
 @dataclass(slots=True)
 class OtherAccess:
-    """What a fault collides with: `who` has `did` ("wrote") it at PTX `line`, 0 where that is not known."""
+    """The access that a fault collides with: `who` has `did` ("wrote") it at PTX `line`, 0 if unknown."""
 
     who: str
     did: str
@@ -36,7 +36,7 @@ class OtherAccess:
 
 @dataclass(slots=True, eq=False)
 class Fault(Exception):
-    """A rule of the machine broken while running. The machine fills in where; the instruction says what.
+    """A rule of the machine broken at run time. The instruction says what; the machine fills in where.
 
     `rule` is a stable slug of RULES, `detail` a sentence fragment with the values seen. `source`: the place in the
     source, innermost first. `times`: how often a launch met it. `ends`: the launch could not go on.
@@ -65,34 +65,36 @@ class Fault(Exception):
 
     @property
     def about(self) -> MachineRule:
-        """The rule with its grade. A fault of no known rule is an error."""
+        """The rule with its grade. A fault of an unknown rule is an error."""
         return RULES.get(self.rule) or MachineRule(self.rule, "error", "", self.rule, "")
 
     @property
     def fails_rows(self) -> bool:
-        """Whether a row that is judged fails on it."""
+        """Whether a judged row fails on this fault."""
         return self.rule not in COLLECTED_ONLY
 
     @property
     def counter(self) -> str:
-        """What counts it in a row that does not fail on it; "" for what is counted where it is found."""
+        """The counter that a judged row increments if it does not fail on this fault; "" if the finder counts it
+        itself."""
         return COUNTERS.get(self.rule, "")
 
     @property
     def site(self) -> tuple[object, ...]:
-        """What two faults have in common that are one finding: the rule, and the instructions of both accesses."""
+        """The key of a finding: the rule, the kernel and the lines of both accesses. Faults with the same key are one
+        finding."""
         lines = {self.line} if self.other is None else {self.line, self.other.line}
         return self.rule, self.kernel, frozenset(lines)
 
 
 @dataclass(slots=True)
 class Findings:
-    """The faults of a launch, one a site."""
+    """The faults of a launch, one per site."""
 
     by_site: dict[tuple[object, ...], Fault] = field(default_factory=dict[tuple[object, ...], Fault])
 
     def add(self, fault: Fault, *, ends: bool) -> None:
-        """Take a fault whose place is filled in."""
+        """Add a fault whose place is filled in."""
         fault.ends = ends
         known = self.by_site.setdefault(fault.site, fault)
         if known is not fault:
@@ -105,7 +107,7 @@ _TAKES: ContextVar[Callable[[Fault], None] | None] = ContextVar("takes", default
 
 @contextmanager
 def collecting(take: Callable[[Fault], None]) -> Iterator[None]:
-    """Give every fault of `report` to `take` instead of raising it."""
+    """Give every fault passed to `report` to `take` instead of raising it."""
     token = _TAKES.set(take)
     try:
         yield
@@ -114,7 +116,7 @@ def collecting(take: Callable[[Fault], None]) -> Iterator[None]:
 
 
 def report(fault: Fault) -> None:
-    """A fault that the run can go on after, as if the order were there. It is raised if nobody collects."""
+    """Report a fault that the run can survive as if the order were there. Raises it if there is no collector."""
     take = _TAKES.get()
     if take is None:
         raise fault
@@ -122,18 +124,18 @@ def report(fault: Fault) -> None:
 
 
 def at_line(line: int) -> str:
-    """The end of a clause about another access; of line 0 nothing is known."""
+    """The end of a clause about another access; "" for line 0, which means unknown."""
     return f" at PTX line {line}" if line else ""
 
 
 class UnknownInstructionError(Exception):
-    """PTX whose meaning this machine does not have: the text names the spelling, the line and what is known."""
+    """PTX that this machine does not implement: the text names the spelling, the line and what is known."""
 
 
 class LaunchError(Exception):
     """A launch that cannot be performed: wrong parameters, too much shared memory, no such entry.
 
-    `cuda_error`: the cudaError_t that host code would get and may be prepared for; 0 for none.
+    `cuda_error`: the cudaError_t that host code would get and may handle; 0 for none.
     """
 
     def __init__(self, text: str, cuda_error: int = 0) -> None:

@@ -33,9 +33,10 @@ class LoadedModule:
 
 @lru_cache(maxsize=64)
 def load(ptx: str, shelf: Shelf | None = None, *, ring: bool = False) -> LoadedModule:
-    """Parse `ptx` and keep the result, so that a kernel is decoded once however often it is launched.
+    """Parse `ptx` and cache the result, so that a kernel is decoded once however often it is launched.
 
-    `shelf` keeps parsed modules between processes. `ring`: floats are elements of a ring, as under the policy of that
-    name of backends.vm.numerics.accumulate; all other policies share a module. PtxSyntaxError for text that is not PTX.
+    `shelf` keeps parsed modules between processes. `ring`: floats are elements of a ring, as under the accumulation
+    policy "ring" of backends.vm.numerics.accumulate; all other policies share a module. Raises PtxSyntaxError for text
+    that is not PTX.
     """
     return LoadedModule(parse_cached(ptx, shelf=shelf), ring=ring)

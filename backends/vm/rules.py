@@ -1,8 +1,8 @@
-"""The rules of the machine: each with its grade, what goes wrong, the section of the PTX ISA, and how to mend it.
+"""The rules of the machine: each with its grade, what goes wrong, the section of the PTX ISA, and how to fix it.
 
-A finding is graded by its rule. `error`: undefined by the ISA, wrong on silicon, or a result that depends on a race.
-`portability`: the ISA does not promise it, and production kernels rely on it all the same; `reliance` names some.
-`note`: worth a look. docs/rules/README.md is made of this table. Sections are those of PTX ISA 9.1.
+The rule grades a finding. `error`: undefined by the ISA, wrong on silicon, or a result that depends on a race.
+`portability`: the ISA does not promise it, yet production kernels rely on it; `reliance` names some. `note`: worth a
+look. docs/rules/README.md is generated from this table. Sections are PTX ISA 9.1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Grade = Literal["error", "portability", "note"]
 
 @dataclass(frozen=True, slots=True)
 class MachineRule:
-    """`wrong`: what goes wrong on silicon. `missing`: the order that is not there, "" where none would help.
+    """One rule. `wrong`: what goes wrong on silicon. `missing`: the order that is missing, "" where none would help.
 
     `mend`: what to do, as a sentence. `section`: of the PTX ISA, or of the CUDA programming guide. `reliance`: who
     relies on more than the ISA promises.
@@ -276,7 +276,7 @@ _ALL = (
         "schedule-dependent", "8.7.1", "The results depend on when asynchronous work ends.",
         "Look for a wait that is missing: `megamoe check` found unlike results under two schedules.",
     ),
-    # What the ISA does not promise, and production kernels rely on.
+    # What the ISA does not promise and production kernels rely on.
     _relied(
         "exit-with-pending-store", "9.7.9.25",
         "A thread ends with a bulk store that it has not waited for. The ISA does not say that its source outlives the "
@@ -392,7 +392,7 @@ COLLECTED_ONLY: Final = frozenset(
         "tmem-load-used-unwaited", "unspecified-result", "tmem-mma-unordered", "wgmma-fence-early", "lanes-unordered",
     }
 )  # fmt: skip
-"""Rules on which only a door fails. A judged row counts what breaks them and fails on none."""
+"""Rules on which only a door fails. A judged row counts violations and does not fail on them."""
 COUNTERS: Final[Mapping[str, str]] = {
     "mbarrier-init-unfenced": "mbarrier_inits_unfenced",
     "missing-tcgen05-fence": "tcgen05_fences_missing",
@@ -414,11 +414,11 @@ PAGES: Final[Mapping[str, str]] = {
     "undefined-values": "undefined values",
     "uniform-warps": "elect, sync masks, setmaxnreg",
 }
-"""The pages of docs/rules, one a family: their names, and what they are about."""
+"""The pages of docs/rules, one per family: their names and subjects."""
 
 
 def as_markdown() -> str:
-    """The table for people: docs/rules/README.md."""
+    """The table for readers: docs/rules/README.md."""
     grades: dict[Grade, str] = {
         "error": "The ISA leaves it undefined, it goes wrong on silicon, or the result depends on a race.",
         "portability": "The ISA does not promise it, and production kernels rely on it. It runs on the GPUs of today.",

@@ -1,11 +1,11 @@
-"""The executable form of a function: basic blocks of steps, and what a step answers to its warp.
+"""The executable form of a function: basic blocks of steps, and what a step returns to its warp.
 
-A block is a straight run of steps and a tail. Instructions that may wait stand alone as the tail of their own block,
-so that a parked warp executes just that instruction again. Branch targets are block numbers. Block numbers grow with
-the program counter: of a diverged warp, the strand in the lowest block runs.
+A block is a straight run of steps and a tail. An instruction that may wait is the tail of a block of its own, so that a
+parked warp executes only that instruction again. Branch targets are block numbers. Block numbers grow with the program
+counter: when a warp diverges, the strand in the lowest block runs.
 
 A tail returns the number of the next block (int), NEXT to fall through, a Wait to park, or HANDLED when it has
-rearranged the strands of the warp itself. What other steps return is ignored.
+rearranged the warp's strands itself. What other steps return is ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Sentinel:
 
 NEXT: Final = None
 OFTEN, FACTOR = 8, 4
-"""A block looks for runs after so many executions, and again after so many times as many."""
+"""A block first looks for runs after OFTEN executions, and again each time FACTOR times as many have passed."""
 HANDLED: Final = _Sentinel()
 
 
@@ -46,12 +46,12 @@ HANDLED: Final = _Sentinel()
 class Wait:
     """Why a strand cannot go on.
 
-    Once `ready` answers true, `finish` runs for its effects and the strand continues after the instruction; with
-    `again` it executes the instruction anew instead. `reason` is a clause for reports.
+    Once `ready` returns true, `finish` runs for its effects and the strand continues after the instruction; with
+    `again` it re-executes the instruction instead. `reason` returns a clause for reports.
 
     `expire` is set by waits that may give up (mbarrier.try_wait): it is called when nothing else in the machine can
-    move. `target` is the object that ends the wait, if one does. `local`: only other lanes of the same warp can end the
-    wait, so they run on meanwhile.
+    move. `target` is the object that ends the wait, if there is one. `local`: only other lanes of the same warp can end
+    the wait, so they run on meanwhile.
     """
 
     ready: Callable[[], bool]
@@ -64,8 +64,8 @@ class Wait:
 
 
 class QuickRun(Protocol):
-    """Does the next `count` steps of a block at once, which touch registers alone, `touches`; or some of them, for when
-    one of the registers is undefined."""
+    """Does the next `count` steps of a block at once. They use no registers but `touches`. `part` does some of them,
+    for when one of these registers is undefined."""
 
     @property
     def count(self) -> int: ...
@@ -73,32 +73,33 @@ class QuickRun(Protocol):
     def touches(self) -> frozenset[Key]: ...
 
     def step(self, warp: Warp) -> None:
-        """All of them."""
+        """Do all of them."""
         ...
 
     def part(self, warp: Warp, first: int, count: int) -> None:
-        """`count` of them, from number `first` of the run."""
+        """Do `count` of them, from number `first` of the run."""
         ...
 
 
 FindRuns = Callable[[int], tuple[Mapping[int, QuickRun], bool]]
-"""The runs of a block by the index of their first step, now that it has executed so many times since it last asked; and
-whether there may be more later."""
+"""Given how many executions have passed since the last call, returns the runs of a block by the index of their first
+step, and whether there may be more later."""
 
 
 def _done(warp: Warp) -> None:
-    """Stands where a step is that a run has done, so that steps and instructions keep one index."""
+    """Placeholder for a step that a run has already done, so that steps and instructions share one index."""
 
 
 @dataclass(slots=True)
 class Block:
     """Steps in order, then `tail` (None: fall through). `classes` counts its instructions by counter name.
 
-    `make_carriers` makes one for each instruction, which runs it where a register that it touches may be undefined.
+    `make_carriers` makes one carrier per instruction. It runs the instruction when a register that it touches may be
+    undefined.
 
-    `quick` has the steps as they run where every register is defined: with `runs`, by the index of their first step, in
-    place. A block that has executed often asks `find_runs`, anew each time that it has executed FACTOR times as often:
-    once more after `left` times. Nobody asks where `find_runs` is None.
+    `quick` holds the steps for when every register is defined, with `runs` (by the index of their first step) in place.
+    After `left` more executions the block calls `find_runs` again; the interval grows by FACTOR each time. A block
+    whose `find_runs` is None never does.
     """
 
     steps: list[Step]
@@ -118,7 +119,7 @@ class Block:
         self.quick = self.steps
 
     def quicken(self) -> None:
-        """Put in place the runs that there are by now."""
+        """Find the runs available by now and put them into `quick`."""
         if self.find_runs is None:
             return
         (self.runs, more), self.quick = self.find_runs(self._often), self.steps.copy()
@@ -129,7 +130,7 @@ class Block:
 
     @property
     def carriers(self) -> Sequence[Carrier]:
-        """By instruction."""
+        """The carriers, by instruction."""
         if self._carriers is None:
             self._carriers = self.make_carriers()
         return self._carriers
@@ -145,7 +146,7 @@ class Block:
 class Code:
     """The blocks of a function. `unwritten`: the registers that some path reads before it has written them.
 
-    `at_start`: these at the start of a warp, by the number of its lanes, once somebody has asked.
+    `at_start`: their undefined bits at the start of a warp, by its number of lanes. Filled on demand.
     """
 
     function: Function
@@ -159,8 +160,8 @@ class Code:
 class BoundFunction:
     """A function that a machine can launch: its code and where everything that it names lies, in bytes.
 
-    `offsets`: state space and offset of each symbol. `dynamic`: the names of dynamic shared memory. `variables`: those
-    of the module, the same mapping for all its functions.
+    `offsets`: state space and offset of each symbol. `dynamic`: the names of dynamic shared memory. `variables`: the
+    module's variables, one mapping shared by all its functions.
     """
 
     code: Code
@@ -184,10 +185,9 @@ class BoundFunction:
         return self.offsets[name]
 
 
-# Register files: bit containers without a type, one row of 32 lanes a register, with a view for each way to read
-# them.
-# PTX as CuTeDSL writes it declares only `.pred/.b16/.b32/.b64/.b128` and applies any operation of that width
-# (facts.md 0.1), so a register is storage and the instruction brings the type.
+# Register files: untyped bit containers, one row of 32 lanes per register, with a view for each way to read them. PTX
+# as CuTeDSL writes it declares only `.pred/.b16/.b32/.b64/.b128` and applies any operation of that width (facts.md
+# 0.1), so a register is storage and the instruction brings the type.
 
 
 LANES = 32
@@ -211,12 +211,12 @@ STORAGE: dict[int, type[np.generic]] = {1: np.bool_, 16: np.uint16, 32: np.uint3
 WIDTH_OF_VIEW = {name: width for width, views in _DTYPES.items() for name, _ in views}
 DTYPE_OF_VIEW = {name: np.dtype(dtype) for views in _DTYPES.values() for name, dtype in views}
 BYTES_OF_VIEW = {name: dtype.itemsize for name, dtype in DTYPE_OF_VIEW.items()}
-"""Of one element."""
+"""Bytes of one element."""
 
 
 @cache
 def first_lanes(count: int) -> npt.NDArray[np.bool_]:
-    """The lanes of a warp of so many. Nobody may change it, and it stays: machine code has its address."""
+    """The mask of a warp's first `count` lanes. Read-only and cached: machine code holds its address."""
     lanes = np.arange(LANES) < count
     lanes.setflags(write=False)
     return lanes
@@ -239,14 +239,15 @@ SCRATCH_PLACES: Final = tuple((2 * len(_WIDTHS), row * BYTES_OF_ROW[32]) for row
 
 
 def index_of(rows: Sequence[int]) -> RowIndex:
-    """What takes `rows` of RegisterFile.words at once: a slice, which costs no copy, where they are neighbours."""
+    """An index that selects `rows` of RegisterFile.words at once: a slice, which makes no copy, where they are
+    neighbours."""
     if rows and rows[0] >= 0 and all(b - a == 1 for a, b in pairwise(rows)):
         return slice(rows[0], rows[-1] + 1)
     return np.array(rows, np.intp)
 
 
 def place_of(key: Key) -> tuple[int, int]:
-    """A row as machine code finds it: the index of the bound that it is counted from, and the offset in bytes."""
+    """Where machine code finds a row: the index of the bound it is counted from, and the offset in bytes."""
     width, row = key
     return _WIDTHS.index(width) + (len(_WIDTHS) if row < 0 else 0), row * BYTES_OF_ROW[width]
 
@@ -255,17 +256,17 @@ WARP_WORDS: Final = (
     "parameters", "parameter_bytes", "launch", "changes", "shared", "base", "seen", "agent", "cluster", "mark", "met",
     "uneven", "answer", "served", "stored", "stored_globally",
 )  # fmt: skip
-"""What machine code that accesses memory has to know of its warp, and what it leaves there: where the parameters of the
-launch lie and how many bytes they have, the number of the launch, where access_code.CHANGES is, where shared memory is
-(0: it is not for machine code) and its base, the warp's clock, agent, the mark of its cluster, its own and how often it
-has met, and whether its lanes know unevenly. Then the last answer that Python has to look at, how many groups of lanes
-the banks have served, and stores to shared and to global memory."""
+"""What memory-accessing machine code reads from and leaves for its warp. It reads: the address and size in bytes of the
+launch's parameters, the number of the launch, the address of access_code.CHANGES, the address of shared memory (0: not
+for machine code) and its base, the warp's clock, its agent, the mark of its cluster, its own mark and how often it has
+met, and whether its lanes know unevenly. It leaves: the last answer that Python must look at, how many groups of lanes
+the banks have served, and the stores to shared and to global memory."""
 WORD: Final = {name: 2 * len(_WIDTHS) + 1 + index for index, name in enumerate(WARP_WORDS)}
 
 
 @dataclass(slots=True)
 class RegisterRows:
-    """Rows given to the registers, literals, special registers and symbol addresses of one function.
+    """The rows given to the registers, literals, special registers and symbol addresses of one function.
 
     Rows count from 0 in each width. Literals follow the registers. `used` holds the registers that any instruction of
     the function reads.
@@ -292,7 +293,7 @@ class RegisterRows:
         return made
 
     def extended(self) -> RegisterRows:
-        """These rows, to which others may be added. `used` is one set, into which bound instructions look."""
+        """A copy of these rows that can take more. It shares the set `used`, because bound instructions hold it."""
         constants = {width: list(known) for width, known in self.constants.items()}
         return replace(self, rows=dict(self.rows), counts=dict(self.counts), constants=constants,
                        specials=dict(self.specials), addresses=dict(self.addresses), _literals=dict(self._literals),
@@ -305,7 +306,7 @@ class RegisterRows:
         return width, row
 
     def literal(self, width: int, bits: int) -> int:
-        """The row of a literal: negative, since literals lie at the end of a RegisterFile."""
+        """The row of a literal: negative, since literals are at the end of a RegisterFile."""
         known = self._literals.get((width, bits))
         if known is None:
             pool = self.constants.setdefault(width, [])
@@ -314,20 +315,20 @@ class RegisterRows:
         return known
 
     def blank(self) -> Blank:
-        """The registers of a warp before it begins."""
+        """The initial register contents of a warp."""
         sizes = (*self.counts.items(), *((width, len(found)) for width, found in self.constants.items()))
         if self._blank is None or self._blank.sizes != sizes:
             self._blank = Blank(sizes, self.counts, self.constants)
         return self._blank
 
     def special(self, name: str) -> Key:
-        """The row into which a warp writes special register `name` when it starts."""
+        """The row where a warp puts special register `name` when it starts."""
         if name not in self.specials:
             self.specials[name] = self.reserve(32)
         return self.specials[name]
 
     def address(self, name: str, offset: int, width: int) -> Key:
-        """The row into which a warp writes the address of symbol `name` plus `offset` when it starts."""
+        """The row where a warp puts the address of symbol `name` plus `offset` when it starts."""
         key = (name, offset, width)
         if key not in self.addresses:
             self.addresses[key] = self.reserve(width)
@@ -335,7 +336,7 @@ class RegisterRows:
 
 
 class Shown(dict[int, Row]):
-    """Rows as one view shows them, by row. Each is made when somebody asks: with machine code, few are."""
+    """The rows of one view, by row number. Made lazily: with machine code, few are needed."""
 
     __slots__ = ("_shown",)
 
@@ -349,12 +350,12 @@ class Shown(dict[int, Row]):
 
 
 _LINE: Final = 64
-"""The rows of each width begin at a multiple of so many bytes."""
+"""The rows of each width begin at a multiple of this many bytes."""
 
 
 class Blank:
-    """The bytes of a file whose registers are all zero, of which `counts` says how many there are of each width, and
-    its literals. `begins`: by width, the first byte and the number of rows. `sizes`: what decides `begins`."""
+    """The bytes of a register file with its literals and all registers zero. `counts`: the number of registers of each
+    width. `begins`: by width, the first byte and the number of rows. `sizes`: what decides `begins`."""
 
     def __init__(
         self, sizes: Sequence[tuple[int, int]], counts: Mapping[int, int], literals: Mapping[int, Sequence[int]]
@@ -385,11 +386,10 @@ class Blank:
 class RegisterFile:
     """The registers of one warp: rows of each width, [registers and literals, 32], for 128 bits [.., 32, 2].
 
-    Registers start as zero; bind/definedness.py finds those that may be read unwritten. Literals lie from the last row
-    backwards, so that literal number i is row -(i+1).
-    `bounds`, int64: where the rows of each width begin, then where they end, where `scratch` is, and WARP_WORDS.
-    `scratch`, uint32 [4, 32]: where machine code puts words that an instruction then takes to its registers. `told`:
-    the bounds, each to be set in half the time.
+    Registers start as zero; bind/definedness.py finds those that may be read unwritten. Literals fill the rows from the
+    last one backwards: literal number i is row -(i+1). `bounds`, int64: where the rows of each width begin, then where
+    they end, the address of `scratch`, and WARP_WORDS. `scratch`, uint32 [4, 32]: where machine code puts words that an
+    instruction then moves to its registers. `told`: a memoryview of the bounds, which is set in half the time.
     """
 
     def __init__(self, rows: RegisterRows) -> None:
@@ -408,7 +408,7 @@ class RegisterFile:
         self.bounds_address = address_of(self.bounds)
 
     def begin(self, as_: RegisterFile | None = None) -> None:
-        """Every register is zero, or holds what it does in `as_`, the registers of another warp of the function."""
+        """Set every register to zero, or to its value in `as_`, the registers of another warp of the function."""
         self._content[:] = self.blank.content if as_ is None else as_._content
 
     def write(self, width: int, rows: RowIndex, content: Row) -> None:
@@ -441,18 +441,18 @@ class RegisterFile:
         return self._views[name]
 
 
-# To make a file, with an array for each row, takes longer than many a warp runs.
+# Making a file, with an array for each row, takes longer than many a warp runs.
 _SPARE: dict[int, list[RegisterFile]] = {}
 _MAX_SPARE = 64
 _MAX_SPARE_BYTES = 4 << 20
-"""What is kept of the files of one function."""
+"""Limit on the bytes of spare files kept for one function."""
 _MAX_FUNCTIONS = 16
 
 
 def take_registers(rows: RegisterRows, warps: int) -> list[RegisterFile]:
-    """The registers of `warps` that begin a function with `rows`: those of warps that have ended, if there are some.
+    """The registers of `warps` warps that begin a function with `rows`, taken from ended warps if there are some.
 
-    What is in them, `begin` says.
+    Their contents are stale until `begin`.
     """
     spare, blank = _SPARE.get(id(rows), []), rows.blank()
     taken = [spare.pop() for _ in range(min(warps, len(spare)))]
