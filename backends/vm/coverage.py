@@ -75,7 +75,7 @@ def _forms() -> list[Form]:
 
 
 def as_json() -> str:
-    """One object per form: family, spelling, words of each slot, PTX ISA section, witnesses, measured opcodes by file."""
+    """One object per form: family, spelling, slot words, PTX ISA section, witnesses, measured opcodes by file."""
     rows = [
         {
             "family": family_of(form),

@@ -35,14 +35,14 @@ def active(warp: Warp) -> Addresses:
 
 
 def uniform(values: npt.NDArray[np.integer], what: str) -> int:
-    """The value that all active lanes hold; `values` are theirs alone."""
+    """The value that all active lanes hold. `values` contains only the active lanes."""
     if count_nonzero(values != values[0]):
         raise Fault("diverged", f"{what} must be the same in all lanes; they hold {sorted(set(values.tolist()))[:4]}")
     return int(values[0])
 
 
 def resolve(space: str, addresses: Addresses) -> tuple[str, Addresses]:
-    """The state space that generic addresses fall into (`space` ""), with addresses of that space."""
+    """The state space of generic addresses (`space` ""), and their addresses within it."""
     if space:
         return space, addresses
     windows = addresses >> WINDOW_SHIFT
@@ -55,7 +55,7 @@ def resolve(space: str, addresses: Addresses) -> tuple[str, Addresses]:
 
 
 def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Cta, Addresses]:
-    """The CTA whose shared memory `addresses` lie in, and offsets in it. All lanes must mean the same CTA."""
+    """The CTA whose shared memory `addresses` lie in, and the offsets there. All lanes must address the same CTA."""
     ranks = addresses >> RANK_SHIFT
     cluster = warp.cta.cluster
     outside = (ranks < 0) | (ranks >= cluster.size)
@@ -76,7 +76,8 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
 
 
 def visit(warp: Warp, cta: Cta, what: str, line: int) -> None:
-    """`warp` uses the memory of `cta`: another CTA must be there, and must not end before this is over."""
+    """Note that `warp` uses the memory of `cta`: another CTA must be running, and must not end before this access is
+    over."""
     if cta is not warp.cta:
         cta.check_present(what)
         cta.visit(warp.agent, int(warp.clock.seen[warp.agent]), line)
@@ -85,7 +86,7 @@ def visit(warp: Warp, cta: Cta, what: str, line: int) -> None:
 def load(
     warp: Warp, space: str, addresses: Addresses, size: int, *, strong: bool = False, lanes: Addresses | None = None
 ) -> Bytes:
-    """As `take`, for an instruction that depends on each byte: Fault if one is undefined."""
+    """As `take`, for an instruction that depends on each byte: reports a Fault if one is undefined."""
     lanes = active(warp) if lanes is None else lanes
     values, missing = take(warp, space, addresses, size, strong=strong, lanes=lanes)
     if missing is not None:
@@ -106,7 +107,7 @@ def take(
 ) -> tuple[Bytes, Missing | None]:
     """`size` bytes at each address, uint8 [n, size], and which of them are undefined (None: none).
 
-    `lanes` own the addresses: the active ones unless given.
+    `lanes` own the addresses, by default the active ones.
     """
     lanes = active(warp) if lanes is None else lanes
     groups = _groups(space, addresses)
@@ -152,7 +153,7 @@ def _take(
 
 
 def missing_in(buffer: Buffer, offsets: Addresses, size: int) -> Missing | None:
-    """The undefined ones of `size` bytes at each of `offsets` [n] in global memory."""
+    """The undefined bytes among `size` at each of `offsets` [n] in global memory."""
     hidden = None if buffer.state is None else buffer.missing(offsets, size)
     return None if hidden is None else Missing(hidden, buffer.origin_of(_first(offsets, hidden), 0))
 
@@ -185,7 +186,7 @@ def store(
     strong: bool = False,
     lanes: Addresses | None = None,
 ) -> None:
-    """Write uint8 [n, size] at each address. `lanes` own the addresses: the active ones unless given."""
+    """Write uint8 [n, size] at each address. `lanes` own the addresses, by default the active ones."""
     lanes = active(warp) if lanes is None else lanes
     groups = _groups(space, addresses)
     if groups is not None:
@@ -225,7 +226,7 @@ def _store(
 def undefine(
     warp: Warp, space: str, addresses: Addresses, missing: Mask, origin: Origin, *, lanes: Addresses | None = None
 ) -> None:
-    """After a `store`: the bytes `missing` [n, size] of what it wrote are undefined and come from `origin`."""
+    """After a `store`: mark the bytes `missing` [n, size] of it undefined, with `origin` as their source."""
     lanes = active(warp) if lanes is None else lanes
     rows = np.flatnonzero(missing.any(axis=1))
     lanes, addresses, missing = lanes[rows], addresses[rows], missing[rows]
@@ -254,7 +255,7 @@ def _undefine_global(warp: Warp, addresses: Addresses, missing: Mask, origin: Or
 def _split_load(
     warp: Warp, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool
 ) -> tuple[Bytes, Missing | None]:
-    """A load whose lanes lie in several buffers."""
+    """A load whose lanes lie in several buffers, done lane by lane."""
     one = [slice(i, i + 1) for i in range(addresses.size)]
     parts = [_take(warp, "global", addresses[i], size, lanes[i], strong=strong) for i in one]
     values = np.concatenate([values for values, _ in parts])
@@ -283,7 +284,7 @@ def _note_store(warp: Warp, addresses: Addresses, values: Bytes, line: int, lane
 
 
 def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
-    """Positions of the lanes by state space (generic) or CTA (shared::cluster). None if there is one group."""
+    """Positions of the lanes, grouped by state space (generic) or CTA (shared::cluster). None if there is one group."""
     if space not in ("", "shared::cluster"):
         return None
     keys = addresses >> WINDOW_SHIFT
@@ -295,14 +296,14 @@ def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
 
 
 def _of_lane(fault: Fault, lanes: Addresses) -> Fault:
-    """`fault` with its lane counted in the warp: memories count the addresses of one access."""
+    """`fault` with its lane renumbered within the warp: memories number the addresses of one access."""
     if fault.lane is not None:
         fault.lane = int(lanes[fault.lane])
     return fault
 
 
 def load_parameter(warp: Warp, addresses: Addresses, size: int) -> Bytes:
-    """`size` bytes at each address of parameter space, or generic address of it: uint8 [n, size]."""
+    """`size` bytes at each parameter-space address, plain or generic: uint8 [n, size]."""
     params = warp.cta.machine.params
     offsets = addresses - PARAM_WINDOW if int(addresses[0]) >= PARAM_WINDOW else addresses
     check_alignment(offsets, size, "parameter load")
@@ -327,7 +328,7 @@ def _local_index(
 
 
 def count_banks(warp: Warp, offsets: Addresses, size: int) -> None:
-    """Count the passes over the banks of an access of `size` bytes a lane."""
+    """Count the bank passes of an access of `size` bytes a lane."""
     counters = warp.cta.machine.counters
     least, taken = wavefronts(offsets, size)
     counters["smem_wavefronts"] += taken
@@ -335,7 +336,7 @@ def count_banks(warp: Warp, offsets: Addresses, size: int) -> None:
 
 
 def count_served(machine: Machine, groups: int) -> None:
-    """Count so many groups of lanes that the banks have served without a conflict."""
+    """Count `groups` groups of lanes that the banks have served without a conflict."""
     machine.counters["smem_wavefronts"] += groups
     machine.counters["smem_bank_conflicts"] += 0
 
@@ -344,11 +345,13 @@ def synchronise(
     warp: Warp, space: str, addresses: Addresses, sem: str, scope: str, *, acquire: bool, release: bool,
     meetings: int | None = None,
 ) -> None:  # fmt: skip
-    """A strong operation on flags: a release carries the warp's clock to them, an acquire takes over what they carry.
+    """A strong operation on flags: a release stores the warp's clock in them, an acquire takes over the clocks they
+    carry.
 
-    An acquire comes before the access, a release after it. In global memory, a relaxed operation of a scope beyond the
-    cluster needs the fence of the ISA's patterns (backends.vm.memory.clocks). Elsewhere it counts as both. `meetings`:
-    of the warp before an acquire of the same operation, which orders nothing that other lanes have stored before.
+    Call it before the access for an acquire, after it for a release. In global memory, a relaxed operation of a scope
+    beyond the cluster needs the fence of the ISA's patterns (backends.vm.memory.clocks). Elsewhere it counts as acquire
+    and release. `meetings`: the warp's count before an acquire by the same operation, because that acquire does not
+    order what other lanes stored before it.
     """
     races = warp.cta.machine.races
     before = warp.acquiring() if acquire else None

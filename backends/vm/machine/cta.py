@@ -29,7 +29,7 @@ NAMED_BARRIERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """The last use that an agent of another CTA made of this CTA's memory: its epoch then, and the PTX line."""
+    """The last use of this CTA's memory by an agent of another CTA: the agent's epoch then, and the PTX line."""
 
     epoch: int
     line: int
@@ -39,7 +39,7 @@ class Visit:
 class NamedBarrier:
     """`barrier` resource 0..15 of a CTA (PTX ISA 9.7.13.1): arrivals in threads, and the clocks they bring.
 
-    `expected` None: every living thread of the CTA, as many as there are when the last one arrives.
+    `expected` None: every thread of the CTA that is alive when the last one arrives.
     """
 
     arriving: Clock
@@ -55,8 +55,8 @@ class Cta:
     """One CTA.
 
     Its tensor core is several agents, from clock index `tensor_agent` on (see Agents), since only MMAs of the same
-    accumulator and shape are ordered among themselves (PTX ISA 9.7.16.6.2). Beyond ACCUMULATORS accumulators, agents
-    are shared and a missing wait can hide.
+    accumulator and shape are ordered among themselves (PTX ISA 9.7.16.6.2). With more than ACCUMULATORS accumulators,
+    some share an agent, which can hide a missing wait.
     """
 
     def __init__(self, run: Run, cluster: Cluster, place: Place) -> None:
@@ -90,7 +90,7 @@ class Cta:
 
     @cached_property
     def tmem(self) -> TensorMemory:
-        """Tensor memory, made on first use: most CTAs of some launches have none."""
+        """Tensor memory, made on first use: most CTAs of some launches never use it."""
         return TensorMemory(self.cluster.agents)
 
     @cached_property
@@ -122,8 +122,8 @@ class Cta:
         return self.place.cta_rank << RANK_SHIFT
 
     def _common_registers(self, warp: Warp) -> list[tuple[int, RowIndex, Row]]:
-        """Width, rows and content of the registers that hold the address of a symbol, or what is special and the same
-        in all warps."""
+        """Width, rows and content of the registers that are the same in all warps: symbol addresses and special
+        registers."""
         rows = self.function.code.rows
         found: dict[int, dict[int, int]] = {32: {}, 64: {}}
         by_lane: dict[int, Row] = {}
@@ -157,7 +157,7 @@ class Cta:
         return offset
 
     def own_offset(self, address: int, access: str) -> int:
-        """Offset of a `.shared` (own CTA) address. Another CTA's rank bits are a fault, as on an H200."""
+        """The offset of a `.shared` (own CTA) address. Rank bits of another CTA are a fault, as on an H200."""
         if address >> RANK_SHIFT != self.place.cta_rank:
             raise Fault("remote-shared", f"{access} through .shared with the address of CTA rank "
                         f"{address >> RANK_SHIFT} from CTA rank {self.place.cta_rank}: use .shared::cluster",
@@ -213,13 +213,13 @@ class Cta:
         return all(warp.done for warp in self.warps)
 
     def visit(self, agent: int, epoch: int, line: int) -> None:
-        """An agent of another CTA uses this CTA's memory, which must be there until that is over."""
+        """Note that an agent of another CTA uses this CTA's memory, which must outlive that use."""
         known = self.visits.get(agent)
         if known is None or known.epoch <= epoch:
             self.visits[agent] = Visit(epoch, line)
 
     def check_present(self, access: str) -> None:
-        """Report that this CTA, whose memory another one uses, has ended."""
+        """Report an access to the memory of this CTA by another one if this CTA has ended."""
         if self.done:
             report(Fault("ended-cta", f"{access} of CTA rank {self.place.cta_rank}, which has ended: its memory may be "
                          "another CTA's by now. A barrier of the cluster behind the last such access is missing (PTX "
@@ -238,7 +238,7 @@ class Cta:
                              "it signals, is missing", other=OtherAccess(who, "used", visit.line)))  # fmt: skip
 
     def threads_ended(self) -> None:
-        """Complete the barriers that only waited for threads that have now ended (PTX ISA 9.7.13.1)."""
+        """Complete the barriers that were waiting only for threads that have now ended (PTX ISA 9.7.13.1)."""
         if self.done:
             self._check_visits()
         for barrier in self.named.values():
@@ -253,7 +253,7 @@ class Cta:
         return self.named[number]
 
     def complete_barrier(self, barrier: NamedBarrier) -> None:
-        """End the phase of a named barrier if all that it waits for have arrived."""
+        """End the phase of a named barrier if everything that it waits for has arrived."""
         alive = sum(count_nonzero(warp.alive) for warp in self.warps)
         if barrier.arrived == (alive if barrier.expected is None else barrier.expected):
             barrier.arrived = 0
@@ -264,7 +264,7 @@ class Cta:
             self.machine.engine.repeat()
 
     def check_exit(self) -> None:
-        """Report what a CTA that ends has not waited for, or not given back."""
+        """Report what an ending CTA has not waited for, or has not given back."""
         for warp in self.warps:
             if warp.used_copies is None:
                 continue
@@ -302,7 +302,7 @@ class Cta:
         self, operation: Signaller, but: str, where: str, *, rule: str = "exit-with-pending-operation",
         lane: int | None = None,
     ) -> None:  # fmt: skip
-        """Report an operation that nobody has waited for; it ends now."""
+        """Report an operation that was never waited for, and complete it now."""
         report(Fault(rule, f"{operation.what} was issued, but {but}", lane=lane, kernel=operation.kernel,
                      line=operation.line, text=operation.text, where=where))  # fmt: skip
         self.machine.engine.settle(operation.kernel, operation.line)
@@ -311,9 +311,9 @@ class Cta:
 class Cluster:
     """CTAs that are launched together. `first`: the coordinates of the first one.
 
-    `met` is what was over when all threads met at a barrier of the cluster. It bounds how long CTAs must live, and
-    holds for relaxed arrivals too, which make nothing visible. `meeting` has the arrivals of the current phase, of
-    which `awaited` says that there are some.
+    `met` is the clock of what was over when all threads met at a barrier of the cluster. It bounds how long CTAs must
+    live, and includes relaxed arrivals, which make nothing visible. `meeting` collects the arrivals of the current
+    phase; `awaited` says whether there are any.
     """
 
     def __init__(self, run: Run, first: Dim3) -> None:
@@ -338,14 +338,14 @@ class Cluster:
             self.ctas.append(Cta(run, self, Place(shape.grid, size, shape.block, ctaid, rank)))
 
     def part(self) -> None:
-        """Nobody comes back to a cluster that has ended: CTAs and warps let go of each other, so that their memory is
-        free at once, without a search for cycles."""
+        """Break the references between the CTAs and warps of an ended cluster, so that their memory is freed at once,
+        without the cycle collector."""
         for cta in self.ctas:
             cta.warps = []
         self.ctas = []
 
     def next_copy(self) -> int:
-        """A serial number for a bulk copy; as an agent, that is its epoch."""
+        """A serial number for a bulk copy. For the copy's agent, it is the epoch."""
         self.copy_serial += 1
         return self.copy_serial
 

@@ -1,8 +1,8 @@
-"""Work that runs beside the warps: bulk copies and the tensor core. Each operation ends at a moment of its own.
+"""Work that runs beside the warps: bulk copies and the tensor core. Each operation ends at its own time.
 
 A warp submits an operation. The schedule says when it is performed: at once (eager), as late as the waits of the warps
-allow (lazy), or at any time (random). Operations of one queue end in the order of their issue; the tensor core of a CTA
-is one queue. The ISA does not order MMAs of different accumulators there: clocks tell these apart, not reordering; see
+allow (lazy), or at any time (random). Operations of one queue end in order of issue; the tensor core of a CTA is one
+queue. The ISA does not order MMAs of different accumulators there. Clocks express that, not reordering; see
 isa/tensor_core.py. Copies are in no queue and may end in any order.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One asynchronous operation. `signals`: the objects that its end, or a commit behind it, signals."""
+    """One asynchronous operation. `signals`: the objects that its end, or a commit after it, signals."""
 
     what: str
     kernel: str
@@ -34,7 +34,7 @@ class Operation:
     done: bool = False
 
     def locate(self, fault: Fault) -> None:
-        """Fill in that `fault` is of this operation, unless its place is known."""
+        """Fill in this operation as the place of `fault`, unless its place is known."""
         if not fault.line:
             fault.kernel, fault.line, fault.text = self.kernel, self.line, self.text
             fault.where = f"{self.what} issued by {self.issuer}"
@@ -44,8 +44,8 @@ class Operation:
 class Engine:
     """Pending operations in order of issue. `events` counts everything that could let a warp move on.
 
-    `repeatable`: how many of them were arrivals at barriers of a CTA and weak stores to shared memory. `performing`:
-    the operation that ends right now.
+    `repeatable`: how many of these were arrivals at barriers of a CTA or weak stores to shared memory. `performing`:
+    the operation that is ending right now.
     """
 
     defers: bool
@@ -55,12 +55,12 @@ class Engine:
     performing: Operation | None = None
 
     def repeat(self, count: int = 1) -> None:
-        """Count events that a CTA which spins may repeat for ever."""
+        """Count events that a spinning CTA may repeat for ever."""
         self.events += count
         self.repeatable += count
 
     def submit(self, operation: Operation) -> None:
-        """Take an operation. Without deferral, perform it at once."""
+        """Add an operation. Perform it at once if the engine does not defer."""
         self.events += 1
         self.pending.append(operation)
         if not self.defers:
@@ -79,7 +79,7 @@ class Engine:
         return able
 
     def perform(self, operation: Operation) -> None:
-        """Let `operation` end: move its data and signal its mbarriers."""
+        """End `operation`: move its data and signal its mbarriers."""
         self.events += 1
         self.pending.remove(operation)
         outer, self.performing = self.performing, operation
@@ -91,11 +91,12 @@ class Engine:
         finally:
             self.performing = outer
         operation.done = True
-        # Its mbarrier remembers it, for reports: it must not keep the CTA's memory until a search for cycles.
+        # The mbarrier keeps the operation for reports. Dropping these frees the CTA's memory without the cycle
+        # collector.
         operation.perform, operation.signals = _nothing, ()
 
     def settle(self, kernel: str, line: int) -> None:
-        """Let what PTX `line` of `kernel` has issued end, and what has to end before it."""
+        """End the operations that PTX `line` of `kernel` has issued, and those that must end before them."""
         for operation in [one for one in self.pending if (one.kernel, one.line) == (kernel, line)]:
             while operation in self.pending:
                 queue = operation.queue
@@ -117,7 +118,7 @@ class Engine:
 
 
 def _nothing() -> None:
-    """What an operation that has been performed still has to do."""
+    """Replaces `perform` of an operation that has been performed."""
 
 
 def submit(
@@ -168,26 +169,27 @@ class ThreadGroups:
         self.open = []
 
     def outstanding(self, allowed: int) -> list[Copy]:
-        """Copies that must end before at most `allowed` of the latest groups are pending."""
+        """The copies that a wait for all but the latest `allowed` groups still has to await."""
         waited = self.committed[: max(len(self.committed) - allowed, 0)]
         return [copy for group in waited for copy in group if not copy.operation.done]
 
     def waited(self, allowed: int) -> int:
-        """Forget the groups that a wait for all but `allowed` covers. Their highest serial number, 0 for none."""
+        """Forget the groups that a wait for all but `allowed` covers. Returns their highest serial number, 0 if there
+        is none."""
         count = max(len(self.committed) - allowed, 0)
         newest = max((copy.serial for group in self.committed[:count] for copy in group), default=0)
         del self.committed[:count]
         return newest
 
     def written(self, allowed: int) -> int:
-        """As `waited`, for the writes: a wait without .read covers them."""
+        """As `waited`, for the writes: only a wait without .read covers them."""
         count = max(len(self.writing) - allowed, 0)
         newest = max(self.writing[:count], default=0)
         del self.writing[:count]
         return newest
 
     def hand_over(self) -> None:
-        """Forget everything issued: an mbarrier waits for it (cp.async.mbarrier.arrive)."""
+        """Forget everything issued: an mbarrier waits for it instead (cp.async.mbarrier.arrive)."""
         self.open, self.committed, self.writing = [], [], []
 
     def unread(self) -> list[Copy]:
@@ -197,7 +199,7 @@ class ThreadGroups:
 
 @dataclass(slots=True)
 class CopyGroups:
-    """The groups of a warp's lanes; `bulk` for cp.async.bulk, `plain` for cp.async."""
+    """The groups of a warp's lanes: `bulk` for cp.async.bulk, `plain` for cp.async."""
 
     bulk: dict[int, ThreadGroups] = field(default_factory=dict[int, ThreadGroups])
     plain: dict[int, ThreadGroups] = field(default_factory=dict[int, ThreadGroups])

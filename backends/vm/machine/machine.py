@@ -32,19 +32,19 @@ MAX_THREADS = 1024
 MAX_CLUSTER = 16
 """Launch limits of compute capability 9.0 and 10.0 (CUDA programming guide). More than 8 CTAs are not portable."""
 MAX_LOCAL = 512 << 10
-"""Bytes of local memory a thread (CUDA programming guide, compute capabilities 9.0 and 10.0)."""
+"""Bytes of local memory per thread (CUDA programming guide, compute capabilities 9.0 and 10.0)."""
 MAX_CONST = 64 << 10
 """Bytes of constant memory of a module (the same table)."""
 MAX_PARAMS = 32764
 """Bytes of the parameters of a kernel (PTX ISA 5.1.6.1, of sm_70 and later)."""
 MAX_GLOBAL = 4 << 30
-"""Bytes of a module's .global variables: a limit of this machine, which keeps them in the host's memory."""
+"""Bytes of a module's .global variables: a limit of this machine, which keeps them in host memory."""
 MAX_CTAS = 1 << 20
-"""CTAs of a grid: a limit of this machine, which would run more than a million for hours."""
+"""CTAs of a grid: a limit of this machine, which would take hours for more than a million."""
 STORES = ("st", "stmatrix", "cp", "discard")
-"""The first parts of instructions that write what a register or shared memory holds to global memory."""
+"""First parts of the opcodes that write the contents of a register or of shared memory to global memory."""
 LONG_RUN = 2000
-"""Turns after which one more cluster joins those in flight: they may be waiting for it in global memory."""
+"""Turns after which one more cluster joins those in flight: they may wait for it in global memory."""
 
 
 class Observer(Protocol):
@@ -55,11 +55,11 @@ class Observer(Protocol):
         ...
 
     def function(self, function: BoundFunction) -> BoundFunction:
-        """What the machine shall run in place of `function`: code that does the same and reports to this observer."""
+        """The function to run instead of `function`: it does the same and reports to this observer."""
         ...
 
     def launch(self, run: Run) -> AbstractContextManager[None]:
-        """A grid runs, to its end or to the first broken rule."""
+        """Context in which a grid runs, to its end or to the first broken rule."""
         ...
 
     def cluster_begins(self, cluster: Cluster) -> None:
@@ -67,13 +67,13 @@ class Observer(Protocol):
         ...
 
     def run(self, warp: Warp, quantum: int) -> int:
-        """Let `warp` run as Warp.run does."""
+        """Run `warp` as Warp.run does."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """What Machine.launch was asked for."""
+    """The arguments of Machine.launch."""
 
     function: BoundFunction
     shape: LaunchShape
@@ -83,16 +83,17 @@ class LaunchRequest:
 
 
 PEAKS = ("smem_bytes", "tmem_columns")
-"""Counters that keep the most of all launches; the others add up."""
+"""Counters that keep the maximum over all launches; the others add up."""
 
 
 class Machine:
     """A GPU without a clock: memory, a schedule, an accumulation policy, and counters over all launches.
 
-    `unstarted`: the first CTA of each cluster of the running launch that has not begun. `heap`: of malloc and free.
+    `unstarted`: the first CTA of each cluster of the running launch that has not begun. `heap`: for malloc and free.
     `grid_workspace`: the address of the barrier of a cooperative launch, 0 in others. `printed` gets what kernels
-    print, a piece at a time; by default it is dropped. `findings` collects what a launch can go on after; without it,
-    the first fault ends the launch. `looks_after_each`: a launch ends with `check_outcome`; else its owner asks, once.
+    print, piece by piece; by default it is dropped. `findings` collects the faults that a launch can survive; without
+    it, the first fault ends the launch. `looks_after_each`: each launch ends with `check_outcome`; otherwise the owner
+    calls it once.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Machine:
         self.perform(LaunchRequest(function, shape, params, dependent, cooperative))
 
     def perform(self, asked: LaunchRequest) -> None:
-        """As `launch` says."""
+        """As `launch`, for a LaunchRequest."""
         function, shape = asked.function, asked.shape
         _check_launch(function, shape)
         self.counters["smem_bytes"] = max(self.counters["smem_bytes"], function.static_shared + shape.dynamic_smem)
@@ -174,20 +175,20 @@ class Machine:
                     self.check_outcome()
         finally:
             run.leave()
-            # As Cluster.part: a launch that has ended keeps no machine.
+            # As in Cluster.part: an ended launch must not keep the machine alive.
             self.running = None
 
     def note_last(self, function: BoundFunction) -> None:
-        """The last launch stands last, also of a function that was launched before."""
+        """Move `function` to the end of the launched functions, even if it was launched before."""
         self._launched.pop(function.name, None)
         self._launched[function.name] = function
 
     @contextmanager
     def _grid_barrier(self, run: Run) -> Iterator[None]:
-        """Every CTA of `run` is resident, and there is memory for a barrier of the grid.
+        """Context in which every CTA of `run` is resident and there is memory for a barrier of the grid.
 
-        Its address stands in %envreg1 (high) and %envreg2 (low), where cooperative_groups looks for it. The second word
-        is the barrier.
+        Its address is in %envreg1 (high) and %envreg2 (low), where cooperative_groups looks for it. The second word is
+        the barrier.
         """
         run.together = True
         workspace = self.memory.add("the barrier of the grid", np.zeros(8, np.uint8))
@@ -200,7 +201,7 @@ class Machine:
             self.memory.remove(workspace)
 
     def check_outcome(self) -> None:
-        """Fault if the launches have left an undefined value where the host can see it."""
+        """Report a Fault if the launches have left an undefined value where the host can see it."""
         for fault in self.memory.outcome():
             for function in reversed(self._launched.values()):
                 line = [one for one in function.code.function.instructions if one.line == fault.line]
@@ -211,7 +212,8 @@ class Machine:
             report(fault)
 
     def whereabouts(self) -> str:
-        """Where the warps of the running launch are, what they wait for and which values they read; "" before one."""
+        """Where the warps of the running launch are, what they wait for and which values they read; "" outside a
+        launch."""
         if self.running is None:
             return ""
         moving = [warp for warp in self.running.warps if not warp.done and warp.waiting() is None]
@@ -219,7 +221,7 @@ class Machine:
         return f"kernel {self.running.function.name}: {'; '.join(told)}" if told else ""
 
     def opcodes_run(self) -> frozenset[tuple[str, ...]]:
-        """Opcodes, in their dotted parts, of every basic block that ran in a launch that has ended."""
+        """Opcodes, split at the dots, of every basic block that ran in a launch that has ended."""
         return frozenset(one.parts for block in self.blocks_run.values() for one in block.instructions)
 
     def lines_run(self) -> frozenset[int]:
@@ -227,11 +229,11 @@ class Machine:
         return frozenset(one.line for block in self.blocks_run.values() for one in block.instructions)
 
     def constants(self) -> list[tuple[int, int]]:
-        """Address and bytes of each .const variable that has a place."""
+        """Address and size in bytes of each .const variable that has been placed."""
         return [(at, max(one.size, 1)) for one, at in self._placed.values() if one.space == "const"]
 
     def variable_address(self, name: str) -> int:
-        """Global address of variable `name` of the running module, which is placed on first use."""
+        """Global address of variable `name` of the running module. The first use places the variable."""
         if self._function is None:
             raise LaunchError(f"the variable {name!r} has no address before a launch")
         variable = self._function.variables[name]
@@ -252,7 +254,7 @@ class Machine:
             data[item.offset : item.offset + width] = np.frombuffer(address.to_bytes(8, "little"), np.uint8)[:width]
 
     def read_generic(self, address: int, size: int) -> Bytes:
-        """Bytes at a generic address that lies in parameter or global space (tensor maps)."""
+        """Bytes at a generic address in parameter or global space (tensor maps)."""
         if address >> WINDOW_SHIFT == PARAM_WINDOW >> WINDOW_SHIFT:
             offset = address - PARAM_WINDOW
             if offset + size > self.params.size:
@@ -327,8 +329,7 @@ _numbers = count(1)
 class Run:
     """One launch in progress: clusters not yet begun, those resident, and the warps that can move.
 
-    `number`: no other launch of this process has it. `together`: all clusters are resident from the beginning (a
-    cooperative launch).
+    `number` is unique in the process. `together`: all clusters are resident from the beginning (a cooperative launch).
     """
 
     def __init__(self, machine: Machine, function: BoundFunction, shape: LaunchShape) -> None:
@@ -377,22 +378,22 @@ class Run:
             stuck_at = state
 
     def leave(self) -> None:
-        """The run is over, at its end or not."""
+        """Clean up after the run, whether it completed or not."""
         for warp in self.warps:
             warp.count_served()
 
     def line(self) -> int:
-        """PTX line of the instruction that runs, 0 if none does."""
+        """PTX line of the running instruction, 0 if there is none."""
         return 0 if self.running is None else self.running.instruction.line
 
     def acting(self) -> int:
-        """The agent of the warp that runs, -1 if none does."""
+        """The agent of the running warp, -1 if there is none."""
         return -1 if self.running is None else self.running.agent
 
     def met(self, fault: Fault) -> None:
-        """What a judged row does with a fault that it could go on after: it ends, or counts what it does not fail on.
+        """Handle a survivable fault of a judged row: raise it, or count it if the row does not fail on it.
 
-        The counts of some are kept where they are found.
+        A fault with no `counter` is counted where it is found.
         """
         if fault.fails_rows:
             raise fault
@@ -400,7 +401,8 @@ class Run:
             self.machine.counters[fault.counter] += 1
 
     def found(self, fault: Fault) -> None:
-        """Collect a fault that the launch goes on after. What it collides with ends first, as in the missing order."""
+        """Collect a fault that the launch survives. The operation it collides with ends first, as the missing order
+        would have it."""
         engine = self.engine
         if engine.performing is not None:
             engine.performing.locate(fault)
@@ -498,7 +500,7 @@ class Run:
         return [wait.target for wait in waits if wait is not None and wait.target is not None]
 
     def expire_one(self, choice: random.Random) -> bool:
-        """Let one wait that may time out do so. False if there is none."""
+        """Expire one wait that may time out. False if there is none."""
         waiting = [warp for warp in self.warps if (wait := warp.waiting()) is not None and wait.expire]
         if not waiting:
             return False
@@ -507,7 +509,7 @@ class Run:
         return True
 
     def expire(self) -> bool:
-        """Let all waits that may time out do so. False if there is none."""
+        """Expire all waits that may time out. False if there is none."""
         waiting = [warp for warp in self.warps if warp.strands and warp.strands[0].wait and warp.strands[0].wait.expire]
         for warp in waiting:
             warp.expire()
@@ -515,13 +517,13 @@ class Run:
 
 
 def _deadlock(warps: Sequence[Warp]) -> str:
-    """Who waits for what."""
+    """The report of a deadlock: who waits for what."""
     clauses = _parked(warps)
     return "nobody can move: " + "; ".join(clauses) if clauses else "no warp can move"
 
 
 def _parked(warps: Sequence[Warp]) -> list[str]:
-    """One clause a parked warp, equal ones counted together."""
+    """One clause per parked warp, with equal clauses merged."""
     clauses: dict[str, list[str]] = {}
     for warp in warps:
         for strand in warp.strands:

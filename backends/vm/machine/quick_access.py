@@ -1,5 +1,6 @@
-"""The accesses of one ld or st, as machine code where nothing is out of the ordinary: which memory that is, and what of
-it the warp and its machine have to know. The access itself is backends.vm.memory.compiled_access.
+"""The accesses of one ld or st as machine code, for the plain cases: finds the memory and what code and warp must know.
+
+The access itself is backends.vm.memory.compiled_access.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 Addresses = npt.NDArray[np.int64]
 
 WORTH: Final = 200
-"""So many accesses of a kind by NumPy take as long as to make its machine code."""
+"""Accesses of a kind that NumPy performs in the time that compiling its machine code takes."""
 SPACES: Final = ("", "global", "shared", "shared::cta", "shared::cluster")
 
 
 @cache
 def _codes(*kind: Any) -> tuple[OnDemand[Perform], OnDemand[Perform]]:
-    """Of accesses to shared and to global memory; `kind` says the rest of a Kind."""
+    """The code for accesses to shared and to global memory; `kind` is the rest of a Kind."""
     shared, global_ = (OnDemand(partial(performer, Kind(memory, *kind))) for memory in ("shared", "global"))
     return shared, global_
 
@@ -41,10 +42,10 @@ def _codes(*kind: Any) -> tuple[OnDemand[Perform], OnDemand[Perform]]:
 class QuickAccess:
     """The weak accesses of an instruction to one of SPACES.
 
-    `addressed`: the lane addresses of a warp, the register of their base, and what is added to it. `element`: bytes of
-    an element in memory. `registers`: one an element, None where it goes nowhere. `rows`: not 0 where a whole warp
-    loads so many rows of 16 bytes of its own shared memory, at the addresses of the first lanes; they go to the scratch
-    of its registers.
+    `addressed`: the lane addresses of a warp, the register of their base, and the offset added to it. `element`: bytes
+    of an element in memory. `registers`: one per element, None to discard it. `rows`: nonzero if the whole warp loads
+    this many rows of 16 bytes of its own shared memory, at the addresses of the first lanes; they go to the scratch of
+    its registers.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class QuickAccess:
         self._site: npt.NDArray[np.int64] | None = None
 
     def in_run(self, look_at: Callable[[Warp, int], object] | None = None) -> RunAccess | None:
-        """The access as a run of machine code has it; None if it has to be asked one by one. `look_at`: what the
-        instruction does with an answer, if anything."""
+        """The access for a run of machine code; None if it has to be done one by one. `look_at`: what the instruction
+        does with an answer, if anything."""
         if self._rows or self._space not in ("shared", "shared::cta", "global"):
             return None
 
@@ -86,14 +87,14 @@ class QuickAccess:
         return RunAccess(function, self._words, after)
 
     def _words(self) -> tuple[int, ...]:
-        """What a run takes of this access. It looks for nothing before the first run has asked."""
+        """The words that a run passes to this access. Nothing is recorded for runs before the first call."""
         if self._site is None:
             self._site = np.concatenate([np.zeros(SITE["program"], np.int64), self._program])
             self._site[SITE["stores"]] = self._stores
         return (address_of(self._site),)
 
     def perform(self, warp: Warp) -> int:
-        """What the machine code answers. After NO nothing has been done."""
+        """Run the machine code and return its answer. After NO, nothing has been done."""
         cta = warp.cta
         if self._space in ("shared", "shared::cta"):
             return self._in_shared(warp, cta.rank_bits)
@@ -106,7 +107,7 @@ class QuickAccess:
         return self._in_shared(warp, base) if address >> RANK_SHIFT == base >> RANK_SHIFT else NO
 
     def missing(self, warp: Warp, addresses: Addresses) -> Missing | None:
-        """The bytes that an answer calls undefined. `addresses`: those of the active lanes."""
+        """The bytes that an answer reports as undefined. `addresses`: those of the active lanes."""
         where, own = access.resolve(self._space, addresses)
         if where.startswith("shared"):
             return warp.cta.smem.missing(own & OFFSET_MASK, self._size)
@@ -134,7 +135,7 @@ class QuickAccess:
         return answer
 
     def count(self, warp: Warp, answer: int) -> None:
-        """Count what the banks of shared memory have served."""
+        """Count the accesses served by the banks of shared memory."""
         cta = warp.cta
         if self._space == "global":
             return
@@ -159,7 +160,7 @@ class QuickAccess:
         if answer == NO:
             return NO
         if self._site is not None and (waited := machine.races.lasting(buffer, warp.clock)) is not None:
-            # The launch keeps the place; behind it and after any change nobody looks there.
+            # The launch keeps the place alive. After the launch, or after any change, no run uses it.
             self._site[: SITE["program"]] = (
                 code_of(perform), self._stores, buffer.base, place.address, warp.cta.launch, CHANGES[0], waited
             )  # fmt: skip

@@ -1,8 +1,9 @@
-"""Loads and stores inside a run of machine code (backends.vm.bind.lanes): what stands between the run and the code of
-the access, and asks the words of the warp for what that wants to know.
+"""Loads and stores inside a run of machine code (backends.vm.bind.lanes): glue between the run and the code of the
+access.
 
-Its answers to the run are 0 where all is done, and 1 where nothing is: Python does the instruction then. It is also 1
-where the access is done but Python has to look at the `answer` that it has left among the words of the warp.
+The glue reads what the access code needs from the words of the warp. It returns 0 to the run if all is done, and 1 if
+nothing is: Python then does the instruction. It also returns 1 if the access is done but Python has to look at the
+`answer` that it has left among the words of the warp.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ if TYPE_CHECKING:
 
 _SITE = ("performer", "stores", "base", "place", "launch", "changes", "waited", "program")
 SITE: Final = {name: index for index, name in enumerate(_SITE)}
-"""What an instruction tells: where the machine code of its kind lies (0: there is none yet), whether it stores; then of
-the buffer that it found last where that begins, its place, in which launch and when that was found
-(access_code.CHANGES), and which element of a clock must not be 0 (0: none). Then the program of the access."""
+"""What an instruction provides: the address of the machine code of its kind (0: none yet) and whether it stores. Then,
+about the buffer that it found last: where it begins, its place, the launch and the value of access_code.CHANGES when it
+was found, and which element of a clock must not be 0 (0: none). Then the program of the access."""
 _LANES_MASK: Final = ir.VectorType(I8, LANES)
 _PERFORMER: Final = ir.FunctionType(I64, [POINTER] * 5 + [I64] * 4)
 
 
 @dataclass(frozen=True, slots=True)
 class RunAccess:
-    """An access as a run has it: the function that stands for it, the words that this takes, and what Python does with
-    an answer that it has to look at."""
+    """An access as a run sees it: the function that performs it, the words that this function takes, and what Python
+    does with an answer that needs attention."""
 
     function: int
     words: Callable[[], tuple[int, ...]]
@@ -43,7 +44,7 @@ class RunAccess:
 
 
 class _Code:
-    """Writes a function `int64 entry(bounds, rows, mask)`, which answers 0 at once where no lane is active."""
+    """Writes a function `int64 entry(bounds, rows, mask)`, which returns 0 at once if no lane is active."""
 
     def __init__(self) -> None:
         self.module = ir.Module("run_access")
@@ -62,7 +63,7 @@ class _Code:
         b.position_at_end(following)
 
     def at(self, pointer: Any, index: int | Any) -> Any:
-        """Word `index` behind `pointer`."""
+        """Word `index` after `pointer`."""
         return self.b.load(self._place(pointer, index), typ=I64)
 
     def _place(self, pointer: Any, index: int | Any) -> Any:
@@ -81,7 +82,7 @@ class _Code:
         return self.b.inttoptr(word, POINTER)
 
     def refuse(self, condition: Any) -> None:
-        """Nothing is done where `condition` holds."""
+        """Return 1, with nothing done, if `condition` holds."""
         following = self.b.append_basic_block()
         self.b.cbranch(condition, self._no, following)
         self.b.position_at_end(following)
@@ -91,7 +92,7 @@ class _Code:
         return self.b.icmp_signed("==", word, number(0))
 
     def address(self) -> int:
-        """Where the function lies, of which nothing is left to be said."""
+        """End the function and return its address."""
         self.b.branch(self._done)
         return linked(self.module)
 
@@ -140,10 +141,10 @@ def of_global() -> int:
 
 @cache
 def of_parameters(size: int, count: int) -> int:
-    """The function of loads of `count` elements of `size` bytes from a named parameter to registers of that size.
+    """The function for loads of `count` elements of `size` bytes from a named parameter to registers of that size.
 
-    Its words: bound and offset of the row of the address, the bytes of all elements, those of registers that go nowhere
-    included, then bound, offset and the element's number of each register.
+    Its words: bound and offset of the row of the address; the bytes of all elements, discarded ones included; then for
+    each register its bound, offset and element number.
     """
     code = _Code()
     b, kind = code.b, ir.IntType(8 * size)

@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
 
 LONG_TURN = 64
-"""Blocks that a warp may run before the others get their turn: a spinning warp must not starve them."""
+"""Blocks that a warp may run before the others get their turn, so that a spinning warp does not starve them."""
 PATIENCE = 50
-"""Rounds in which warps run but nothing happens, for they are spinning. Then a lazy schedule lets an operation end, or
-launches one more cluster when there is none."""
+"""Rounds in which warps run but nothing happens, which means that they spin. After these, a lazy schedule lets an
+operation end, or launches one more cluster if no operation is pending."""
 
 
 LATE_PATIENCE = 3
-"""Such rounds after which a late CTA or warp moves: the others may spin on it."""
+"""Such rounds after which a late CTA or warp moves: the others may be spinning on it."""
 GIVE_UP = 1 / 16
-"""How often a random schedule lets a wait that may time out (mbarrier.try_wait) do so."""
+"""The probability per turn that a random schedule lets a wait that may time out (mbarrier.try_wait) do so."""
 
 
 class Schedule(Protocol):
@@ -35,17 +35,17 @@ class Schedule(Protocol):
         ...
 
     def turn(self, run: Run) -> bool:
-        """Let somebody move; False if nobody can."""
+        """Move something; False if nothing can move."""
         ...
 
     def turns_of(self, warps: int) -> int:
-        """Turns in which each of `warps` is likely to have run."""
+        """Turns in which each of `warps` warps is likely to have run."""
         ...
 
 
 @dataclass(slots=True)
 class InOrder:
-    """Warps in turn. `eager` performs operations as they are issued, `lazy` only when no warp can move without."""
+    """Warps in turn. `eager` performs operations as they are issued, `lazy` only when no warp can move without that."""
 
     name: str
     defers: bool
@@ -61,7 +61,7 @@ class InOrder:
         return 1
 
     def turn(self, run: Run) -> bool:
-        """One round over all warps; then, if nothing moved, one operation."""
+        """One round over all warps; then, if nothing moved or all spin, one operation."""
         before = run.engine.events
         moved = sum(run.advance(warp, LONG_TURN) for warp in run.warps)
         self.quiet_rounds = self.quiet_rounds + 1 if run.engine.events == before else 0
@@ -78,9 +78,10 @@ class InOrder:
 
 @dataclass(slots=True)
 class Late:
-    """All but one CTA of each cluster, or all but one warp of each CTA, go as far as they can before that one moves.
+    """All but one CTA of each cluster, or all but one warp of each CTA, run as far as they can before that one moves.
 
-    Operations end as they are issued. `which`: "cta" or "warp", of rank or index `number` (modulo how many there are).
+    Operations end as they are issued. `which`: "cta" or "warp", chosen by its rank or index `number`, modulo their
+    count.
     """
 
     name: str
@@ -102,11 +103,12 @@ class Late:
         return count > 1 and warp.index == self.number % count
 
     def turns_of(self, warps: int) -> int:
-        """Each warp, the late ones too once the others spin, runs in that many."""
+        """Turns in which each warp runs, including the late ones once the others spin."""
         return LATE_PATIENCE + 1
 
     def turn(self, run: Run) -> bool:
-        """One round over those that are not late; if nobody of them moves or all spin, a few blocks of the late."""
+        """One round over the warps that are not late. If none of them moves or all spin, one block of each late
+        warp."""
         before = run.engine.events
         late: list[Warp] = []
         moved = 0
@@ -126,7 +128,7 @@ class Late:
 
 
 class Random:
-    """Any warp that can move, or any operation that may end, with short turns; reproducible from its seed."""
+    """Picks any warp that can move, or any operation that may end, for a short turn; reproducible from its seed."""
 
     defers = True
     resident = 2
@@ -144,7 +146,7 @@ class Random:
         return order
 
     def turns_of(self, warps: int) -> int:
-        """A turn is one warp's."""
+        """A turn runs only one warp."""
         return 4 * max(warps, 1)
 
     def turn(self, run: Run) -> bool:

@@ -1,4 +1,5 @@
-"""Special registers, such as `%tid.x` and `%cluster_ctarank`: their values when a warp starts, and the sizes behind."""
+"""Special registers, such as `%tid.x` and `%cluster_ctarank`: their values when a warp starts, and the sizes behind
+them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Dim3 = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a CTA stands: sizes and coordinates of grid, cluster and block (PTX ISA 10)."""
+    """The position of a CTA: sizes and coordinates of grid, cluster and block (PTX ISA 10)."""
 
     grid: Dim3
     cluster: Dim3
@@ -42,7 +43,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """How large a launch is: CTAs of the grid and of a cluster, threads of a CTA, bytes of dynamic shared memory."""
+    """The size of a launch: CTAs of the grid and of a cluster, threads of a CTA, bytes of dynamic shared memory."""
 
     grid: Dim3
     block: Dim3
@@ -75,16 +76,17 @@ _ENVIRONMENT = tuple(f"envreg{number}" for number in range(32))
 SPECIAL_REGISTERS = frozenset(
     [f"%{name}.{axis}" for name in _TRIPLES for axis in _AXES] + [f"%{name}" for name in (*_SINGLES, *_ENVIRONMENT)]
 )
-"""Special registers that keep one value for the whole life of a warp. Only `mov` reads clocks."""
+"""Special registers that keep one value for the whole life of a warp. Clocks are not among them; only `mov` reads
+those."""
 
 
 def differs(name: str) -> bool:
-    """Whether the warps of a CTA have unlike values of special register `name`."""
+    """Whether special register `name` differs between the warps of a CTA."""
     return name.startswith("%tid.") or name == "%warpid"
 
 
 def value(name: str, warp: Warp) -> npt.NDArray[np.uint32] | int:
-    """Special register `name`: uint32 [32], or what all lanes have."""
+    """Special register `name`: uint32 [32], or one value for all lanes."""
     base, _, axis = name[1:].partition(".")
     place = warp.cta.place
     if base == "tid":

@@ -1,13 +1,13 @@
-"""Warps that run and get nowhere: found when their state recurs while nothing happens in the machine.
+"""Detects warps that run without progress: their state recurs while nothing happens in the machine.
 
-A warp that comes to the same place with the same registers, while no memory, mbarrier or barrier has changed and no
-operation is under way, does the same for ever. Registers that come from a clock do not count, since they never recur;
-a kernel that reads clocks may be waiting for one, so it is given CLOCK_PATIENCE blocks.
+A warp that returns to the same place with the same registers, while no memory, mbarrier or barrier has changed and no
+operation is pending, will do the same for ever. Registers that come from a clock are left out, since they never recur.
+A kernel that reads clocks may be waiting for a time, so it gets CLOCK_PATIENCE blocks.
 
-Warps of a CTA may spin together: one polls, stores what it got to shared memory, and all read it behind a barrier. Then
-the state of all of them together must recur, with shared memory and the barriers, while nothing else has changed. Each
-warp's way from there is the same in every order of turns: barriers and weak accesses to shared memory, which race
-otherwise, let no warp see in what order the others move.
+Warps of a CTA may spin together: one polls, stores the result to shared memory, and all read it behind a barrier. Then
+their joint state must recur, with shared memory and the barriers, while nothing else has changed. From there each
+warp's path is the same in every order of turns: no warp can tell in what order the others move from barriers and weak
+accesses to shared memory, or those accesses would race.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from backends.vm.ptx.ast import Function, Operand
 
 QUIET_TURNS = 16
-"""Turns of the schedule, for each warp, in which nothing happens before the warps are looked at, and between looks."""
+"""Turns of the schedule per warp without an event before the warps are looked at, and between looks."""
 CLOCK_PATIENCE = 200_000
-"""Blocks that a warp which reads clocks may run while nothing happens: a second or two."""
+"""Blocks that a warp that reads clocks may run while nothing happens: a second or two."""
 DIVERGED_PATIENCE = 3 * FIRST_PATIENCE
-"""The same for a warp that has other lanes which could run: they get a turn only after FIRST_PATIENCE of them."""
+"""The same for a warp with other lanes that could run: they get a turn only after FIRST_PATIENCE blocks."""
 _POLLS = ("ld", "atom", "mbarrier")
 _CLOCKS = ("%clock", "%globaltimer")
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A warp since the last event: how often it had run each block at first and at the last look, and its states."""
+    """A warp since the last event: its block counts at first and at the last look, and its states."""
 
     first: int
     executed: list[int]
@@ -49,7 +49,8 @@ class _Watched:
 
 @dataclass(slots=True)
 class RoundWatch:
-    """Looks for warps that spin together: `events` at the last look, `changes`: those that no spinning CTA repeats."""
+    """Detects warps that spin together. `events` at the last look; `changes`: the events that no spinning CTA
+    repeats."""
 
     changes: int = -1
     events: int = -1
@@ -89,7 +90,7 @@ class RoundWatch:
         return "; ".join(grouped(moving, self.watched))
 
     def _patient(self, warp: Warp) -> bool:
-        """Whether `warp` waits for no clock, and no lanes of it for a turn."""
+        """Whether `warp` waits for no clock and has no other lanes that could run."""
         if any(strand.able for strand in warp.strands[1:]):
             return False
         return not _clock_registers(warp) or sum(warp.executed) - self.watched[id(warp)].first >= CLOCK_PATIENCE
@@ -108,7 +109,8 @@ class SpinWatch:
     watched: dict[int, _Watched] = field(default_factory=dict[int, _Watched])
 
     def stuck(self, run: Run) -> str | None:
-        """After a turn in which a warp ran: None, or the sentence of a run that will never end."""
+        """Called after a turn in which a warp ran. Returns None, or the sentence that describes a run that will never
+        end."""
         if run.engine.events != self.events:
             self.events, self.turns, self.expired = run.engine.events, 0, False
             self.watched.clear()
@@ -134,14 +136,14 @@ class SpinWatch:
         state = _state(warp, clocks)
         recurs = state in known.states
         known.states.add(state)
-        # Lanes that wait for the ones that spin change nothing.
+        # Waiting for the spinning lanes changes nothing, so such lanes add no patience.
         others = any(strand.able for strand in warp.strands[1:])
         patience = CLOCK_PATIENCE if clocks else DIVERGED_PATIENCE if others else 0
         return recurs and sum(warp.executed) - known.first >= patience
 
 
 def _looked_at(watched: dict[int, _Watched], warp: Warp) -> _Watched:
-    """What is known of `warp`, with the blocks that it has run since the last look; none at the first one."""
+    """The record of `warp`, updated with the blocks it has run since the last look (none at the first look)."""
     known = watched.get(id(warp))
     if known is None:
         known = watched[id(warp)] = _Watched(sum(warp.executed), list(warp.executed))
@@ -155,7 +157,7 @@ _CLOCKED: dict[int, tuple[Function, frozenset[Key]]] = {}
 
 
 def _clock_registers(warp: Warp) -> frozenset[Key]:
-    """The registers of a function whose values come from a clock, through any number of instructions."""
+    """The registers of a function whose values derive from a clock, through any number of instructions."""
     function, rows = warp.code.function, warp.code.rows.rows
     known = _CLOCKED.get(id(function))
     if known is not None and known[0] is function:
@@ -194,7 +196,7 @@ def _state(warp: Warp, without: frozenset[Key]) -> bytes:
 
 
 def _state_of_all(run: Run, warps: Sequence[Warp]) -> bytes:
-    """The state of `warps`, with the named barriers and the shared memory of their CTAs."""
+    """The joint state of `warps`, with the named barriers and the shared memory of their CTAs."""
     digest = hashlib.blake2b(digest_size=16)
     for warp in warps:
         digest.update(_state(warp, _clock_registers(warp)) + bytes([warp.waiting() is None]))
@@ -208,7 +210,7 @@ def _state_of_all(run: Run, warps: Sequence[Warp]) -> bytes:
 
 
 def grouped(warps: Sequence[Warp], watched: dict[int, _Watched]) -> list[str]:
-    """One clause for the warps that do the same: where, and on which values. `watched`: the blocks that each runs."""
+    """One clause for all warps that do the same: where, and on which values. `watched`: the blocks that each runs."""
     clauses: dict[str, list[str]] = {}
     for warp in warps:
         known = watched.get(id(warp))
@@ -218,7 +220,7 @@ def grouped(warps: Sequence[Warp], watched: dict[int, _Watched]) -> list[str]:
 
 
 def spins(warp: Warp, blocks: Sequence[int] = ()) -> str:
-    """What `warp` does in `blocks`, or else where it is: lines, and the values that it reads there over and over."""
+    """Describes what `warp` does in `blocks` (by default where it is): lines, and the values that it polls there."""
     numbers = blocks or ([warp.strands[0].block] if warp.strands else [warp.block])
     there = [warp.code.blocks[number] for number in numbers if number < len(warp.code.blocks)]
     inside = [one for block in there for one in block.instructions]
@@ -229,7 +231,7 @@ def spins(warp: Warp, blocks: Sequence[int] = ()) -> str:
 
 
 def _values(warp: Warp, one: Instruction) -> str:
-    """The registers of an instruction and what the first living lane holds in them."""
+    """The registers of an instruction with their values in the first living lane."""
     lane = int(np.argmax(warp.alive))
     rows, types = warp.code.rows.rows, warp.code.function.registers
     shown: list[str] = []

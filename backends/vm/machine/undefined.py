@@ -1,7 +1,7 @@
-"""The registers of a warp that hold undefined values, bit by bit, and the way a block runs that touches one of them.
+"""The undefined bits of a warp's registers, and how a block runs that touches one of these registers.
 
-A warp whose registers are all defined pays one look a block. Else the instructions that touch an undefined register run
-through the `Carrier` that binding has made for each of them: it says what becomes of the value.
+A warp whose registers are all defined pays one check per block. Otherwise the instructions that touch an undefined
+register run through the `Carrier` that binding has made for each of them: it says what becomes of the value.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ _Element = TypeVar("_Element", bound=np.generic)
 class BecameUndefined(Exception):
     """Raised by a step that has done all its work and has left undefined bits in a register.
 
-    The rest of the block must run through its carriers. As an exception it costs the other steps nothing.
+    The rest of the block must run through its carriers. An exception costs the other steps nothing.
     """
 
 
 class Carrier(Protocol):
-    """Runs one instruction of which an operand may be undefined. `touches`: the registers that it reads or writes."""
+    """Runs one instruction that may have an undefined operand. `touches`: the registers that it reads or writes."""
 
     @property
     def touches(self) -> frozenset[Key]: ...
 
     def carry(self, warp: Warp, step: Step) -> object:
-        """Do `step`, the instruction itself, and say which bits of its results are undefined. As the step answers."""
+        """Do `step`, the instruction itself, and mark the undefined bits of its results. Returns what the step
+        returns."""
         ...
 
 
@@ -70,7 +71,7 @@ def all_bits(width: int, lanes: Mask) -> Bits:
 
 @lru_cache(maxsize=1024)
 def _all_bits(width: int, lanes: bytes) -> Bits:
-    """A computation goes on in the lanes in which it began: few sets of lanes come up."""
+    """Cached, because a computation keeps to the lanes in which it began: few sets of lanes come up."""
     row = no_bits(width)
     row[np.frombuffer(lanes, np.bool_)] = True if width == 1 else 2**width - 1 if width < 128 else 2**64 - 1
     row.setflags(write=False)
@@ -84,7 +85,7 @@ def lanes_of(bits: Bits) -> Mask:
 
 
 class UndefinedRegisters(dict[Key, Undefined]):
-    """By register; those that are not here are defined in every lane."""
+    """Undefined bits by register. A register that is absent is defined in every lane."""
 
     @classmethod
     def at_start(cls, code: Code, lanes: int) -> UndefinedRegisters:
@@ -103,7 +104,7 @@ class UndefinedRegisters(dict[Key, Undefined]):
         return no_bits(key[0]) if found is None else found.bits
 
     def shown(self, view: str, row: int) -> Bits:
-        """The undefined bits of register `row` as its `view` shows a value, but unsigned."""
+        """The undefined bits of register `row` in the shape of `view`, as unsigned integers."""
         width = WIDTH_OF_VIEW[view]
         bits = self.bits((width, row))
         if width == 1:
@@ -112,7 +113,7 @@ class UndefinedRegisters(dict[Key, Undefined]):
         return shown if shown.shape[1] > 1 else shown[:, 0]
 
     def origin(self, keys: Iterable[Key], line: int) -> Origin | None:
-        """Where the undefined value of one of `keys`, which PTX `line` reads, comes from. None: all are defined."""
+        """The origin of the undefined value of one of `keys`, which PTX `line` reads. None if all are defined."""
         for key in keys:
             found = self.get(key)
             if found is not None:
@@ -120,7 +121,7 @@ class UndefinedRegisters(dict[Key, Undefined]):
         return None
 
     def put(self, key: Key, bits: Bits, lanes: Mask, origin: Origin | None) -> None:
-        """`lanes` have written a register; `bits` of it are undefined, and come from `origin` if there are any."""
+        """Note a write of `lanes` to a register: `bits` of it are undefined and come from `origin` if there are any."""
         known = self.get(key)
         if count_nonzero(lanes) < LANES:
             where = lanes if bits.ndim == 1 else lanes[:, None]
@@ -133,7 +134,7 @@ class UndefinedRegisters(dict[Key, Undefined]):
             del self[key]
 
     def clear_lanes(self, key: Key, lanes: Mask) -> None:
-        """`lanes` have written a register with values that are defined."""
+        """Note that `lanes` have written defined values to a register."""
         known = self.get(key)
         if known is None:
             return
@@ -143,9 +144,9 @@ class UndefinedRegisters(dict[Key, Undefined]):
             self.put(key, no_bits(key[0]), lanes, known.origin)
 
     def fill(self, view: str, row: int, parts: Bits, lanes: Mask, origin: Origin) -> None:
-        """`lanes` have written register `row` through `view`; `parts` [lanes, ...] has the undefined bits.
+        """Note that `lanes` have written register `row` through `view`; `parts` [lanes, ...] has the undefined bits.
 
-        They are extended as a value of that view would be.
+        They are extended like a value of that view.
         """
         width = WIDTH_OF_VIEW[view]
         bits = no_bits(width)
@@ -158,9 +159,10 @@ class UndefinedRegisters(dict[Key, Undefined]):
             self.put((32, row), bits, lanes, origin)
 
     def decide(self, warp: Warp, key: Key, what: str, line: int, lanes: Mask | None = None) -> None:
-        """Fault if a register is undefined in one of `lanes` (None: the active ones): it decides `what`, a noun.
+        """Report a Fault if a register is undefined in one of `lanes` (None: the active ones): it decides `what`, a
+        noun.
 
-        Where the run goes on, it goes on with the value that is there.
+        If the run goes on, it uses the value that is there and counts it as defined.
         """
         found = self.get(key)
         if found is None:
@@ -171,7 +173,7 @@ class UndefinedRegisters(dict[Key, Undefined]):
             self.clear_lanes(key, bad)
 
     def forget_dead(self, alive: Mask) -> None:
-        """Lanes have ended: their registers hold nothing any more."""
+        """Drop the registers of lanes that have ended."""
         if not count_nonzero(alive):
             self.clear()
             return
@@ -185,7 +187,7 @@ def name_of(key: Key, warp: Warp) -> str:
 
 
 def view_type(view: str) -> str:
-    """The NumPy type in which undefined bits are extended as values of an integer `view` are."""
+    """The NumPy type that extends undefined bits like the values of an integer `view`."""
     return f"{'i' if view[0] == 's' else 'u'}{BYTES_OF_VIEW[view]}"
 
 
@@ -195,6 +197,6 @@ def undefined_words(missing: Mask, dtype: np.dtype[_Element]) -> npt.NDArray[_El
 
 
 def spread(lost: Mask, element_bits: int) -> npt.NDArray[np.unsignedinteger]:
-    """The undefined bits of elements of 8, 16 or 32 bits that are undefined as a whole where `lost`."""
+    """The undefined bits of elements of 8, 16 or 32 bits, each undefined as a whole where `lost`."""
     dtype = np.dtype(f"u{element_bits // 8}")
     return np.where(lost, dtype.type(np.iinfo(dtype).max), dtype.type(0))

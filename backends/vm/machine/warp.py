@@ -1,11 +1,9 @@
-"""A warp: 32 lanes in step, their registers, and the strands that they fall into when they diverge.
+"""A warp: 32 lanes in step, their registers, and the strands that they split into when they diverge.
 
-Strands: the lanes of a diverged warp that share a program counter, and whose turn it is among them.
-
-The strand in the lowest block runs first, which brings lanes together again soonest. Threads of a warp are concurrent
-all the same (PTX ISA 3.2), and lanes that spin must not starve those that they wait for: when a strand has run long and
-nothing has happened in the machine, another one runs for a while. Nothing happens in a spin. Lanes that copy, store or
-wait are left alone.
+A strand is a set of lanes of a diverged warp that share a program counter. The strand in the lowest block runs first,
+which brings the lanes together again soonest. Threads of a warp are still concurrent (PTX ISA 3.2), and lanes that spin
+must not starve those that they wait for: when a strand has run for long while nothing has happened in the machine,
+another one runs for a while. A spin causes no events. Lanes that copy, store or wait are left alone.
 """
 
 from __future__ import annotations
@@ -57,12 +55,12 @@ Mask = npt.NDArray[np.bool_]
 _Outcome = TypeVar("_Outcome")
 
 FIRST_PATIENCE = 4096
-"""Blocks in which nothing happens before other lanes get a turn. A long computation of some lanes ends before."""
+"""Blocks without an event before other lanes get a turn. Long enough for a long computation of some lanes to end."""
 LATER_PATIENCE = 32
 """The same in a warp that has spun before."""
 TURN = 32
 LAST_BLOCKS = 256
-"""How long the other lanes of a warp that met a rule run on, for an assertion that has failed in them."""
+"""Blocks that the other lanes of a warp run on after a fault, to reach the failed assertion behind it."""
 _EVERY_LANE_ADDRESS: Final = address_of(first_lanes(LANES))
 _STOP = re.compile(r"(@\S+\s+)?(trap\b|call\S*\s+__assertfail\b)")
 
@@ -77,7 +75,7 @@ class LocalMemory:
 
     @classmethod
     def of(cls, size: int) -> LocalMemory:
-        """`size` bytes a lane that nobody has written."""
+        """`size` unwritten bytes per lane."""
         return cls(np.zeros((LANES, size), np.uint8), np.zeros((LANES, size), np.bool_), Sources())
 
 
@@ -91,13 +89,13 @@ class Strand:
 
     @property
     def able(self) -> bool:
-        """Whether the lanes can go on: they wait for nothing, or what they wait for has come."""
+        """Whether the lanes can go on: they wait for nothing, or their wait is over."""
         return self.wait is None or self.wait.ready()
 
 
 @dataclass(slots=True)
 class Gathering:
-    """Lanes that have come to a bar.warp.sync of one mask. `over`: all that it names have."""
+    """Lanes that have reached a bar.warp.sync with one mask. `over`: all lanes in the mask have."""
 
     here: Mask = field(default_factory=lambda: np.zeros(LANES, np.bool_))
     over: bool = False
@@ -105,7 +103,10 @@ class Gathering:
 
 @dataclass(slots=True)
 class LaneTurns:
-    """`quiet` blocks have run since event `events` of the machine. Lane `chosen` has `left` blocks of its turn left."""
+    """Picks which lanes of a diverged warp run next.
+
+    `quiet` blocks have run since event `events` of the machine. Lane `chosen` has `left` blocks of its turn left.
+    """
 
     patience: int = FIRST_PATIENCE
     quiet: int = 0
@@ -115,7 +116,7 @@ class LaneTurns:
     given: int = 0
 
     def after_block(self, warp: Warp) -> None:
-        """A strand of the diverged `warp` has run a block: order the strands for the next one."""
+        """Order the strands for the next block after one of the diverged `warp` has run a block."""
         events = warp.cta.machine.engine.events
         if events != self.events:
             self.events, self.quiet = events, 0
@@ -148,7 +149,7 @@ class LaneTurns:
 
 
 def merged(strands: list[Strand]) -> list[Strand]:
-    """Strands by block; those that run at the same block become one."""
+    """Strands sorted by block; running strands at the same block become one."""
     found: list[Strand] = []
     for strand in sorted(strands, key=lambda one: one.block):
         last = found[-1] if found else None
@@ -166,14 +167,14 @@ def _bits(lanes: Mask) -> int:
 class Warp:
     """32 lanes of a CTA running one function.
 
-    Register rows are arrays of shape [32], found by row, for each way to read them (`f32`, `u64`, `pred`, ...).
-    `mask` holds the active lanes. `where` is the same for ufuncs, or True when all 32 are active.
+    Register rows are arrays of shape [32], found by row, for each way to read them (`f32`, `u64`, `pred`, ...). `mask`
+    holds the active lanes. `where` is the same for ufuncs, or True when all 32 are active.
 
-    Relaxed arrivals carry `released`, what a fence has covered, and to the warp's own CTA `released_to_cta`. A fence
-    acquires what relaxed waits have `noticed`, by mbarrier. `met`: what a barrier of the cluster has shown to be over.
-    `meetings` counts, from 1, what may order the lanes among themselves; `stored_at` is their number at the last weak
-    store to shared memory, `stored_globally_at` at that to global memory. `acquires`: what lanes know alone.
-    `gatherings`: by mask, the lanes that wait at bar.warp.sync.
+    Relaxed arrivals carry `released`, the clock that a fence has covered, and to the warp's own CTA `released_to_cta`.
+    A fence acquires what relaxed waits have `noticed`, by mbarrier. `met`: what a barrier of the cluster has shown to
+    be over. `meetings` counts, from 1, what may order the lanes among themselves; `stored_at` is its value at the last
+    weak store to shared memory, `stored_globally_at` at the last one to global memory. `acquires`: what only some lanes
+    know. `gatherings`: by mask, the lanes that wait at bar.warp.sync.
     """
 
     pred: Mapping[int, Mask]
@@ -221,52 +222,52 @@ class Warp:
 
     @cached_property
     def local(self) -> LocalMemory:
-        """Local memory, made on first use, as what follows is: most warps never use it."""
+        """Local memory, made on first use like the properties below: most warps never use it."""
         return LocalMemory.of(self.cta.local_size)
 
     @cached_property
     def cluster_arrived(self) -> Mask:
-        """The lanes that have arrived at the barrier of the cluster in its current phase."""
+        """The lanes that have arrived at the cluster barrier in its current phase."""
         return np.zeros(LANES, np.bool_)
 
     @cached_property
     def cluster_owed(self) -> Mask:
-        """The lanes that have arrived at the barrier of the cluster and not waited since."""
+        """The lanes that have arrived at the cluster barrier and not waited since."""
         return np.zeros(LANES, np.bool_)
 
     @cached_property
     def cluster_phase(self) -> npt.NDArray[np.int64]:
-        """By lane, the phase of the barrier of the cluster that its last arrival ends."""
+        """By lane, the phase of the cluster barrier that its last arrival ends."""
         return np.zeros(LANES, np.int64)
 
     @cached_property
     def met(self) -> npt.NDArray[np.int64]:
-        """See above."""
+        """See the class."""
         return np.zeros(self.agents.count, np.int64)
 
     @cached_property
     def copies(self) -> CopyGroups:
-        """The groups of asynchronous copies of its lanes."""
+        """The async-copy groups of the lanes."""
         return CopyGroups()
 
     @property
     def used_copies(self) -> CopyGroups | None:
-        """`copies` if there has been one."""
+        """`copies` if one has been issued."""
         return self.__dict__.get("copies")
 
     @cached_property
     def turns(self) -> LaneTurns:
-        """Whose turn it is among its lanes."""
+        """Picks which lanes run next."""
         return LaneTurns()
 
     @cached_property
     def released(self) -> Clock:
-        """See above."""
+        """See the class."""
         return Clock.zero(self.agents.count)
 
     @cached_property
     def released_to_cta(self) -> Clock:
-        """See above."""
+        """See the class."""
         return Clock.zero(self.agents.count)
 
     def __getattr__(self, name: str) -> Shown:
@@ -278,7 +279,7 @@ class Warp:
         return rows
 
     def _tell(self, file: RegisterFile) -> None:
-        """Tell machine code what it has to know of this warp for accesses to memory, but for what changes."""
+        """Give machine code the words about this warp that do not change and that its memory accesses need."""
         cta, told = self.cta, file.told
         smem, params = cta.smem, cta.machine.params
         told[WORD["parameters"]], told[WORD["parameter_bytes"]] = address_of(params), params.size
@@ -288,26 +289,25 @@ class Warp:
         told[WORD["cluster"]], told[WORD["launch"]] = self.agents.mark, cta.launch
 
     def note_stores(self, count: int = 1) -> None:
-        """Machine code has stored to shared memory so often: whoever waits for that may go on."""
+        """Note `count` stores to shared memory by machine code: a waiter may go on."""
         self.cta.machine.engine.repeat(count)
         self.stored_at = self.meetings
 
     def note_global_stores(self, count: int = 1) -> None:
-        """As note_stores, to global memory."""
+        """As note_stores, for global memory."""
         machine = self.cta.machine
         machine.engine.events += count
         machine.races.stored = True
         self.stored_globally_at = self.meetings
 
     def count_served(self) -> None:
-        """Count what machine code has left to be counted."""
+        """Add the accesses that machine code has served to the machine's counters."""
         if groups := self.registers.told[WORD["served"]]:
             self.registers.told[WORD["served"]] = 0
             access.count_served(self.cta.machine, groups)
 
     def fill_own(self) -> None:
-        """Write the special registers of which the warps of a CTA have unlike values. Called once, when the CTA is
-        complete."""
+        """Write the special registers that differ between the warps of a CTA. Called once, when the CTA is complete."""
         for name, (_, row) in self.code.rows.specials.items():
             if special.differs(name):
                 self.u32[row][:] = special.value(name, self)
@@ -320,7 +320,7 @@ class Warp:
         self._mask_address = _EVERY_LANE_ADDRESS if whole else 0
 
     def in_lanes(self, lanes: Mask, act: Callable[..., _Outcome], *given: object) -> _Outcome:
-        """What `act` answers of this warp and `given`, `lanes` alone being active meanwhile."""
+        """Call `act` with this warp and `given` while only `lanes` are active, and return its result."""
         saved = self.mask
         self.set_mask(lanes)
         try:
@@ -330,7 +330,8 @@ class Warp:
 
     @property
     def mask_address(self) -> int:
-        """Where machine code finds the active lanes, a byte each. Asked of an array once: that takes long."""
+        """The address of the active lanes for machine code, a byte per lane. Cached, because asking an array for it is
+        slow."""
         if not self._mask_address:
             self._mask_address = address_of(self.mask)
         return self._mask_address
@@ -351,7 +352,7 @@ class Warp:
     def next_epoch(self, lanes: int = EVERY, meetings: int | None = None) -> None:
         """Begin an epoch: what `lanes` of this warp have released does not cover what it does from now on.
 
-        `meetings`: how often they had met ahead of the release, if not so often as by now.
+        `meetings`: the warp's count before the release, if it is not the current one.
         """
         epoch, met = int(self.clock.seen[self.agent]) + 1, self.meetings if meetings is None else meetings
         if self.stored_at == met:
@@ -362,7 +363,7 @@ class Warp:
         self.stamp = stamp(self.agent, epoch)
 
     def active_bits(self) -> int:
-        """The active lanes as bits; EVERY if all living ones are: `LaneReleases.ended` knows the others."""
+        """The active lanes as bits, or EVERY if all living lanes are active: `LaneReleases.ended` knows the others."""
         return EVERY if self.full else _bits(self.mask)
 
     def known(self) -> Snapshot:
@@ -371,7 +372,8 @@ class Warp:
         return {**(grid.known if grid is not None else {}), self.agents.serial: self.clock.seen.copy()}
 
     def acquiring(self) -> Snapshot | None:
-        """Before the active lanes acquire from flags: what the warp knows, if they are not all of it."""
+        """Call before the active lanes acquire from flags. Returns what the warp knows if some living lanes are not
+        active."""
         alone, uneven = not self.full, self.acquires.at == self.meetings
         self.meetings += 1
         if alone and uneven:
@@ -379,17 +381,18 @@ class Warp:
         return self.known() if alone else None
 
     def have_acquired(self, before: Snapshot) -> None:
-        """Behind it, if they are not all of the warp: what they have learned is theirs until the lanes meet."""
+        """Call after that acquire if not all lanes take part: only the active lanes know what they learned until the
+        lanes meet."""
         after = self.known()
         if any(cluster not in before or count_nonzero(seen > before[cluster]) for cluster, seen in after.items()):
             self.acquires.note(self.active_bits(), self.meetings, before, after)
 
     def knows_unevenly(self) -> bool:
-        """Whether an active lane may not know all that its warp knows."""
+        """Whether an active lane may know less than its warp does."""
         return self.acquires.at == self.meetings and self.acquires.concern(self.active_bits())
 
     def fence_proxy(self, *, shared: bool, global_: bool) -> None:
-        """`fence.proxy.async`: the asynchronous proxy sees what is ordered before now in these memories."""
+        """`fence.proxy.async`: make what is ordered before now in these memories visible to the asynchronous proxy."""
         if shared:
             self.clock.fence_proxy()
         if global_ and self.cta.machine.races.stored:
@@ -433,7 +436,8 @@ class Warp:
         self.cta.threads_ended()
 
     def _note_end(self, lanes: int) -> None:
-        """Some lanes end and others go on: what these release does not cover what those have stored."""
+        """Note that some lanes end and others go on: a release by the others does not cover what the ended ones have
+        stored."""
         epoch = int(self.clock.seen[self.agent])
         if self.stored_at == self.meetings:
             self.agents.releases.end(self.agent, epoch, self.meetings, lanes)
@@ -454,7 +458,7 @@ class Warp:
         self.strands.append(Strand(block, mask))
 
     def waiting(self) -> Wait | None:
-        """The wait that the foremost strand is parked at, if there is one and it is not ready."""
+        """The wait that the foremost strand is parked at, if it is not ready."""
         if not self.strands:
             return None
         wait = self.strands[0].wait
@@ -471,7 +475,7 @@ class Warp:
         return False
 
     def sort_strands(self) -> None:
-        """Put the strand in the lowest block first. Strands in one block join."""
+        """Put the strand in the lowest block first, and join strands in one block."""
         self.strands[:] = merged(self.strands)
 
     def run(self, quantum: int) -> int:
@@ -572,7 +576,8 @@ class Warp:
         self._move(strand, outcome if isinstance(outcome, int) else strand.block + 1)
 
     def _stop_elsewhere(self, strand: Strand) -> None:
-        """Let the lanes that are missed here run to a failed assertion or a trap, which says why they are."""
+        """Let the lanes missing at an instruction of the whole warp run to a failed assertion or a trap, which says
+        why."""
         others = [one for one in self.strands if one is not strand]
         instructions = (one for block in self.code.blocks for one in block.instructions)
         if len(others) == len(self.strands) or not any(_STOP.match(one.text) for one in instructions):
@@ -585,7 +590,7 @@ class Warp:
                 raise
 
     def _carry(self, block: Block, left: Iterator[Step]) -> object:
-        """Execute the steps of a block that are left, of which some touch undefined registers, and its tail."""
+        """Execute the remaining steps of a block, some of which touch undefined registers, and its tail."""
         undefined, end, carriers = self.undefined, len(block.steps), block.carriers
         self._steps, index = iter(block.steps), end - length_hint(left)
         while index < end:
@@ -611,7 +616,7 @@ class Warp:
         return block.tail(self) if undefined.keys().isdisjoint(carrier.touches) else carrier.carry(self, block.tail)
 
     def _carry_run(self, block: Block, begin: int, run: QuickRun) -> None:
-        """Execute `run`, which begins at step `begin`: where nothing is undefined, as much as there is at once."""
+        """Execute `run`, which begins at step `begin`, doing as many steps at once as touch no undefined register."""
         undefined, end, carriers = self.undefined, begin + run.count, block.carriers
         if undefined.keys().isdisjoint(run.touches):
             run.step(self)
@@ -630,11 +635,11 @@ class Warp:
             index += 1
 
     def at_step(self, index: int) -> None:
-        """Step `index` of the block is the one that runs."""
+        """Mark step `index` of the block as the running one."""
         cast("Any", self._steps).__setstate__(index + 1)
 
     def locate(self, fault: Fault) -> None:
-        """Fill in that `fault` is of the instruction that runs, unless its place is known."""
+        """Fill in the running instruction as the place of `fault`, unless its place is known."""
         if not fault.line:
             instruction = self.instruction
             fault.kernel = self.code.function.name
@@ -644,7 +649,7 @@ class Warp:
 
     @property
     def instruction(self) -> Instruction:
-        """The instruction that runs or that the warp waits at. Instructions and steps of a block have one order."""
+        """The instruction that runs or that the warp waits at. Instructions and steps of a block share one order."""
         block = self.code.blocks[self.block]
         if self._steps is None:
             return block.instructions[-1]

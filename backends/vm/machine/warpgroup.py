@@ -1,8 +1,8 @@
-"""Warpgroups: four neighbouring warps whose wgmma and setmaxnreg instructions are one (PTX ISA 9.7.15, 9.7.19.5).
+"""Warpgroups: four neighbouring warps that execute wgmma and setmaxnreg as one (PTX ISA 9.7.15, 9.7.19.5).
 
-Each warp computes its own 16 of the 64 rows, as the fragments lie. A wait checks that all four have issued the same
-instructions in one order. A warp's operations end in the order of issue. A group belongs to the warpgroup (PTX ISA
-9.7.15.7.2): after a wait for it, all four warps' shares have ended.
+Each warp computes its own 16 of the 64 rows, as the fragments are laid out. A wait checks that all four have issued the
+same instructions in the same order. A warp's operations end in order of issue. A group belongs to the warpgroup (PTX
+ISA 9.7.15.7.2): after a wait for it, all four warps' shares have ended.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ class Part:
 
     @property
     def busy(self) -> bool:
-        """Whether there may be something that no wait has covered."""
+        """Whether some multiplication may not be covered by a wait."""
         return bool(self.open or self.committed)
 
     def pending(self) -> list[Multiplication]:
-        """Everything that no wait has covered, oldest first."""
+        """Every multiplication that no wait has covered, oldest first."""
         return [item for group in [*self.committed, self.open] for item in group]
 
     def covered(self, allowed: int) -> list[Multiplication]:
-        """What a wait for all but `allowed` groups covers."""
+        """The multiplications that a wait for all but `allowed` groups covers."""
         return [item for group in self.committed[: max(len(self.committed) - allowed, 0)] for item in group]
 
     def retire(self, allowed: int) -> int:
-        """Forget what such a wait covers. Its highest serial number, 0 for none."""
+        """Forget what such a wait covers. Returns the highest serial number, 0 if there is none."""
         newest = max((item.serial for item in self.covered(allowed)), default=0)
         del self.committed[: max(len(self.committed) - allowed, 0)]
         return newest
 
     def check_access(self, keys: frozenset[Key], names: str) -> None:
-        """Report that a register of `keys` belongs to a multiplication that has not been waited for."""
+        """Report a register of `keys` that belongs to a multiplication no wait has covered."""
         for item in self.pending():
             if not (keys.isdisjoint(item.accumulators) and keys.isdisjoint(item.inputs)):
                 what = "accumulates into" if not keys.isdisjoint(item.accumulators) else "reads A from"
@@ -84,11 +84,11 @@ class Part:
                              other=OtherAccess("the wgmma", what, item.line)))  # fmt: skip
 
     def check_fenced(self, keys: frozenset[Key]) -> None:
-        """Fault if another instruction used a register of `keys` since a wgmma did and no wgmma.fence lies between.
+        """Report another instruction's use of a register in `keys` between a wgmma and this one without a wgmma.fence.
 
-        The ISA wants the fence behind that other use. NVIDIA's compiler moves writes of accumulators across it (the
-        Hopper GEMM of CuTeDSL clears them after its fence), so anywhere between the two wgmma will do for a judged row,
-        which counts a fence that comes too early alone.
+        The ISA wants the fence after that other use. NVIDIA's compiler moves writes of accumulators across it (the
+        Hopper GEMM of CuTeDSL clears them after its fence). So a judged row accepts a fence anywhere between the two
+        wgmma and only counts one that comes too early.
         """
         if self.touched is None:
             report(Fault("missing-wgmma-fence", "no wgmma.fence has been executed before this wgmma"))
@@ -104,13 +104,13 @@ class Part:
         self.used, self.touched, self.late = set(), set(), set()
 
     def touch(self, keys: frozenset[Key]) -> None:
-        """Another instruction uses `keys`."""
+        """Note that another instruction uses `keys`."""
         if self.touched is not None:
             self.touched |= keys & self.used
         self.late |= keys
 
     def check_overlap(self, accumulators: frozenset[Key], inputs: frozenset[Key], shape: str) -> None:
-        """Fault if a new multiplication overlaps with one in flight in a way that has no order."""
+        """Report a new multiplication that overlaps one in flight without any order between them."""
         for item in self.pending():
             if not inputs.isdisjoint(item.accumulators):
                 clash = "reads A from registers that it accumulates into"
@@ -141,9 +141,10 @@ class Warpgroup:
     )
 
     def issue(self, warp: Warp, line: int, descriptors: tuple[int, ...]) -> tuple[Part, int]:
-        """Note that `warp` issues its next multiplication. Its part, and the serial number that all four shares have.
+        """Note that `warp` issues its next multiplication. Returns its part, and the serial number that all four shares
+        have.
 
-        Fault if another warp of the group issued a different one.
+        Raises Fault if another warp of the group issued a different one.
         """
         part = self.parts[warp.index - self.first]
         known = self.issues.get(part.issued)
@@ -166,7 +167,7 @@ class Warpgroup:
 
     def ended(self, number: int) -> bool:
         """Whether all four shares of all multiplications up to `number` have ended."""
-        a, b, c, d = self.parts  # each turn of a schedule asks
+        a, b, c, d = self.parts  # checked at every turn of a schedule, so unrolled
         return a.ended > number and b.ended > number and c.ended > number and d.ended > number
 
 
@@ -213,7 +214,8 @@ class RegisterPool:
         return 0 if self.size is None else self.size - 32 * sum(self.held)
 
     def check_possible(self, warp: int, one: Resize) -> None:
-        """Fault if the launch can never give `one`: .inc waits for ever, .dec has nothing to give back."""
+        """Raise Fault if the launch can never satisfy `one`: .inc would wait for ever, .dec has nothing to give
+        back."""
         if self.size is None:
             return
         most = self.size // (32 * min(WARPS, len(self.held)))
@@ -225,7 +227,7 @@ class RegisterPool:
                         f"{self.held[warp]}: .dec only gives back")  # fmt: skip
 
     def resize(self, warp: int, one: Resize) -> None:
-        """Note that `warp` executes `one`. Reported if a warp of its warpgroup executed another one in its place.
+        """Note that `warp` executes `one`. Reports a warp of its warpgroup that executed a different one in its place.
 
         The launch goes on: a warp has the registers that it asked for, whatever its neighbours have.
         """
@@ -241,15 +243,16 @@ class RegisterPool:
         self.done[warp].append(one)
 
     def lacking(self, warp: int, count: int) -> int:
-        """Registers that are not free yet for `warp` to have `count` a thread."""
+        """Registers that must still become free before `warp` can have `count` per thread."""
         return 0 if self.size is None else max(32 * (count - self.held[warp]) - self.free, 0)
 
     def take(self, warp: int, one: Resize) -> None:
-        """`warp` holds what `one` asked for."""
+        """Give `warp` what `one` asked for."""
         self.held[warp] = (min if one.way == "dec" else max)(self.held[warp], one.count)
 
     def left_alone(self) -> tuple[int, int, Resize] | None:
-        """A warp that did not execute a setmaxnreg that another of its warpgroup did: both, and the instruction."""
+        """A warp that did not execute a setmaxnreg that another of its warpgroup did: both warps, and the
+        instruction."""
         for first in range(0, len(self.done), WARPS):
             group = range(first, min(first + WARPS, len(self.done)))
             eager = max(group, key=lambda warp: len(self.done[warp]))
