@@ -152,8 +152,8 @@ class Copy:
 class ThreadGroups:
     """One thread's open group, and the committed ones that no wait has covered, oldest first.
 
-    `agent` is the clock index of their reads and of their writes to shared memory, `writer` that of their writes to
-    global memory. `writing` holds the newest serial number of each group whose end no wait has covered.
+    `agent` is the clock index of their reads and of their writes to shared memory, `writer` the clock index of their
+    writes to global memory. `writing` holds the newest serial number of each group whose writes no wait has covered.
     """
 
     agent: int

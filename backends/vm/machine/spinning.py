@@ -98,7 +98,7 @@ class RoundWatch:
 
 @dataclass(slots=True)
 class SpinWatch:
-    """Looks at the warps of a run now and then.
+    """Looks at the warps of a run from time to time.
 
     `expired`: the waits that may time out have done so since the last event.
     """

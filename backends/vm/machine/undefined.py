@@ -50,9 +50,10 @@ class Carrier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Undefined:
-    """The undefined bits of a register, in the shape and type of its storage; some are set. Where they come from.
+    """The undefined bits of a register, at least one of them set, in the shape and type of its storage, and their
+    origin.
 
-    Several registers may share one array of bits, so nobody changes it.
+    Several registers may share one array of bits, so it is never modified.
     """
 
     bits: Bits

@@ -338,7 +338,7 @@ class Warp:
 
     @property
     def full(self) -> bool:
-        """Whether every living lane is active, as `.aligned` asks."""
+        """Whether every living lane is active, as `.aligned` requires."""
         return not count_nonzero(self.mask != self.alive)
 
     def converged(self, what: str) -> None:
@@ -401,7 +401,7 @@ class Warp:
 
     @cached_property
     def name(self) -> str:
-        """How reports call this warp."""
+        """The name of this warp in reports."""
         return f"CTA {self.cta.place.ctaid}, warp {self.index}"
 
     @property

@@ -24,9 +24,9 @@ WARPS = 4
 
 @dataclass(slots=True)
 class Multiplication:
-    """One wgmma.mma_async in flight for one warp, with the registers that nobody may touch.
+    """One wgmma.mma_async in flight for one warp, with the registers that no other instruction may touch.
 
-    `number` counts the warp's multiplications from 0. `shape` is that of the accumulator: instructions of one shape may
+    `number` counts the warp's multiplications from 0. `shape` is the accumulator's: instructions of one shape may
     follow each other on the same registers.
     """
 
@@ -44,7 +44,7 @@ class Part:
     """One warp's share of a warpgroup: how many multiplications it has `issued`, and how many of these have `ended`.
 
     Since the last wgmma.fence, wgmma has `used` some registers, other instructions have then `touched` some of these
-    (None: there has been no wgmma.fence), and other instructions have used the registers `late`.
+    (None: there has been no wgmma.fence), and other instructions have used the registers in `late`.
     """
 
     issued: int = 0
@@ -129,8 +129,8 @@ class Part:
 class Warpgroup:
     """Four warps. `agent` is the clock index of the reads of their multiplications.
 
-    `issues` holds the multiplications that some of its warps have issued, not all: (PTX line, descriptors, serial, how
-    many warps) by number.
+    `issues` holds the multiplications that some but not all of its warps have issued: (PTX line, descriptors, serial,
+    number of warps) by number.
     """
 
     first: int
@@ -177,7 +177,7 @@ REGISTERS = 65536
 
 @dataclass(slots=True)
 class Resize:
-    """One setmaxnreg of a warp: the direction, the registers a thread that it asks for, and where it stands."""
+    """One setmaxnreg of a warp: the direction, the registers per thread that it asks for, its PTX line and text."""
 
     way: str
     count: int
@@ -190,8 +190,8 @@ class RegisterPool:
     """The registers of a CTA that setmaxnreg moves between its warps.
 
     A launch gives every thread as many as the code may use: .maxnreg, or what .reqntid or .maxntid leaves of an SM.
-    Without either nobody knows, and ptxas ignores setmaxnreg: `size` is None. `held` has the registers a thread of each
-    warp, `done` what each warp has executed.
+    Without either the number is unknown, and ptxas ignores setmaxnreg: `size` is None. `held` is the registers per
+    thread of each warp, `done` what each warp has executed.
     """
 
     size: int | None
@@ -200,7 +200,7 @@ class RegisterPool:
 
     @classmethod
     def of(cls, directives: Mapping[str, tuple[int, ...]], warps: int) -> RegisterPool:
-        """The pool of a CTA of `warps` warps that begins."""
+        """The pool of a new CTA of `warps` warps."""
         most = directives.get("reqntid") or directives.get("maxntid")
         given = directives["maxnreg"][0] if "maxnreg" in directives else 0
         if not given and most:
