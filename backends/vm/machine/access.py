@@ -76,7 +76,7 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
 
 
 def visit(warp: Warp, cta: Cta, what: str, line: int) -> None:
-    """Note that `warp` uses the memory of `cta`: another CTA must be running, and must not end before this access is
+    """Record that `warp` uses the memory of `cta`: another CTA must be running, and must not end before this access is
     over."""
     if cta is not warp.cta:
         cta.check_present(what)

@@ -213,7 +213,7 @@ class Cta:
         return all(warp.done for warp in self.warps)
 
     def visit(self, agent: int, epoch: int, line: int) -> None:
-        """Note that an agent of another CTA uses this CTA's memory, which must outlive that use."""
+        """Record that an agent of another CTA uses this CTA's memory, which must outlive that use."""
         known = self.visits.get(agent)
         if known is None or known.epoch <= epoch:
             self.visits[agent] = Visit(epoch, line)

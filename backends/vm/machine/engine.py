@@ -169,7 +169,7 @@ class ThreadGroups:
         self.open = []
 
     def outstanding(self, allowed: int) -> list[Copy]:
-        """The copies that a wait for all but the latest `allowed` groups still has to await."""
+        """The unfinished copies that a wait for all but the latest `allowed` groups waits for."""
         waited = self.committed[: max(len(self.committed) - allowed, 0)]
         return [copy for group in waited for copy in group if not copy.operation.done]
 

@@ -378,7 +378,7 @@ class Run:
             stuck_at = state
 
     def leave(self) -> None:
-        """Clean up after the run, whether it completed or not."""
+        """Flush the counters of the remaining warps, whether the run completed or not."""
         for warp in self.warps:
             warp.count_served()
 

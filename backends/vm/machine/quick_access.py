@@ -1,6 +1,6 @@
-"""The accesses of one ld or st as machine code, for the plain cases: finds the memory and what code and warp must know.
+"""Machine code for the plain accesses of one ld or st: finds the memory, and records what warp and machine must know.
 
-The access itself is backends.vm.memory.compiled_access.
+The access itself is in backends.vm.memory.compiled_access.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Loads and stores inside a run of machine code (backends.vm.bind.lanes): glue between the run and the code of the
-access.
+"""Loads and stores inside a run of machine code: the glue between the run (backends.vm.bind.lanes) and the access code.
 
 The glue reads what the access code needs from the words of the warp. It returns 0 to the run if all is done, and 1 if
 nothing is: Python then does the instruction. It also returns 1 if the access is done but Python has to look at the

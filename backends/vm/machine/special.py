@@ -1,5 +1,5 @@
-"""Special registers, such as `%tid.x` and `%cluster_ctarank`: their values when a warp starts, and the sizes behind
-them."""
+"""Special registers such as `%tid.x` and `%cluster_ctarank`: their values when a warp starts, and the launch's
+sizes."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ A kernel that reads clocks may be waiting for a time, so it gets CLOCK_PATIENCE 
 
 Warps of a CTA may spin together: one polls, stores the result to shared memory, and all read it behind a barrier. Then
 their joint state must recur, with shared memory and the barriers, while nothing else has changed. From there each
-warp's path is the same in every order of turns: no warp can tell in what order the others move from barriers and weak
-accesses to shared memory, or those accesses would race.
+warp's path is the same in every order of turns: barriers and weak accesses to shared memory do not show a warp in what
+order the others move, unless they race.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUIET_TURNS = 16
 CLOCK_PATIENCE = 200_000
 """Blocks that a warp that reads clocks may run while nothing happens: a second or two."""
 DIVERGED_PATIENCE = 3 * FIRST_PATIENCE
-"""The same for a warp with other lanes that could run: they get a turn only after FIRST_PATIENCE blocks."""
+"""The same for a warp with other lanes that could run, because they get a turn only after FIRST_PATIENCE blocks."""
 _POLLS = ("ld", "atom", "mbarrier")
 _CLOCKS = ("%clock", "%globaltimer")
 

@@ -135,7 +135,7 @@ class UndefinedRegisters(dict[Key, Undefined]):
             del self[key]
 
     def clear_lanes(self, key: Key, lanes: Mask) -> None:
-        """Note that `lanes` have written defined values to a register."""
+        """Record that `lanes` have written defined values to a register."""
         known = self.get(key)
         if known is None:
             return
@@ -145,7 +145,7 @@ class UndefinedRegisters(dict[Key, Undefined]):
             self.put(key, no_bits(key[0]), lanes, known.origin)
 
     def fill(self, view: str, row: int, parts: Bits, lanes: Mask, origin: Origin) -> None:
-        """Note that `lanes` have written register `row` through `view`; `parts` [lanes, ...] has the undefined bits.
+        """Record that `lanes` have written register `row` through `view`; `parts` [lanes, ...] has the undefined bits.
 
         They are extended like a value of that view.
         """

@@ -60,7 +60,7 @@ LATER_PATIENCE = 32
 """The same in a warp that has spun before."""
 TURN = 32
 LAST_BLOCKS = 256
-"""Blocks that the other lanes of a warp run on after a fault, to reach the failed assertion behind it."""
+"""Blocks that the other lanes run on after a `diverged` fault, to reach a failed assertion that explains it."""
 _EVERY_LANE_ADDRESS: Final = address_of(first_lanes(LANES))
 _STOP = re.compile(r"(@\S+\s+)?(trap\b|call\S*\s+__assertfail\b)")
 
@@ -436,7 +436,7 @@ class Warp:
         self.cta.threads_ended()
 
     def _note_end(self, lanes: int) -> None:
-        """Note that some lanes end and others go on: a release by the others does not cover what the ended ones have
+        """Record that some lanes end and others go on: a release by the others does not cover what the ended ones have
         stored."""
         epoch = int(self.clock.seen[self.agent])
         if self.stored_at == self.meetings:

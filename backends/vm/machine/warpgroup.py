@@ -104,7 +104,7 @@ class Part:
         self.used, self.touched, self.late = set(), set(), set()
 
     def touch(self, keys: frozenset[Key]) -> None:
-        """Note that another instruction uses `keys`."""
+        """Record that another instruction uses `keys`."""
         if self.touched is not None:
             self.touched |= keys & self.used
         self.late |= keys
@@ -141,7 +141,7 @@ class Warpgroup:
     )
 
     def issue(self, warp: Warp, line: int, descriptors: tuple[int, ...]) -> tuple[Part, int]:
-        """Note that `warp` issues its next multiplication. Returns its part, and the serial number that all four shares
+        """Record that `warp` issues its next multiplication. Returns its part, and the serial number that all four shares
         have.
 
         Raises Fault if another warp of the group issued a different one.
@@ -227,7 +227,7 @@ class RegisterPool:
                         f"{self.held[warp]}: .dec only gives back")  # fmt: skip
 
     def resize(self, warp: int, one: Resize) -> None:
-        """Note that `warp` executes `one`. Reports a warp of its warpgroup that executed a different one in its place.
+        """Record that `warp` executes `one`. Reports a warp of its warpgroup that executed a different one in its place.
 
         The launch goes on: a warp has the registers that it asked for, whatever its neighbours have.
         """

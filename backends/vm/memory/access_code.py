@@ -1,4 +1,4 @@
-"""The small language in which machine code that looks at memory is written: loops, arrays, stamps and refusals."""
+"""A small language for writing machine code that checks and marks memory: loops, arrays, stamps and refusals."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from backends.vm.memory.definedness import DEFINED
 from backends.vm.numerics.compiled import ENTRY, linked
 
 NO: Final = -1
-"""The answer of machine code that refuses. It has changed nothing then, nor after an answer below."""
+"""The answer of machine code that refuses. It has then changed nothing; the same holds for the answers below."""
 NO_ROOM: Final = -2
-"""Where nothing but a place for the readings of an agent is missing, the answer is this less the agent."""
+"""If only a place for the readings of an agent is missing, the answer is NO_ROOM less the agent."""
 I8, I32, I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 POINTER: Final = ir.PointerType()
 
@@ -31,23 +31,23 @@ GLOBAL_FIELDS: Final = (
     "end", "data", "state", "shadow_base", "shift", "writer", "reader", "writer_line", "reader_line", "lane", "met",
     "partial",
 )  # fmt: skip
-"""What a place tells: bytes from and to, then addresses of arrays; of global memory 0 where there is no such array.
-`readers`: the number of agents of which SharedMemory keeps readings, then each agent and where they lie."""
+"""The fields of a place: byte bounds, then addresses of arrays; in global memory 0 where there is no such array.
+`readers`: the number of agents whose readings SharedMemory keeps, then each agent and the address of its readings."""
 
 
 CHANGES: Final = np.zeros(1, np.int64)
-"""How often a place of global memory has become another one within a launch, of any machine. Machine code that keeps a
-place compares."""
+"""How often a place of global memory has been replaced within a launch, in any machine. Machine code that keeps a place
+compares it."""
 
 
 def places_change() -> None:
-    """A buffer goes, or there are other arrays of what is known of one."""
+    """Count a change: a buffer goes away, or its arrays of marks are replaced."""
     CHANGES[0] += 1
 
 
 class MemoryWords:
-    """A memory as machine code finds it, at `address`: what SHARED_FIELDS or GLOBAL_FIELDS name, arrays by where they
-    lie."""
+    """A memory as machine code reads it, at `address`: the values of SHARED_FIELDS or GLOBAL_FIELDS, arrays by
+    address."""
 
     __slots__ = ("_words", "address", "fields")
 
@@ -64,12 +64,13 @@ def number(value: int) -> ir.Constant:
 
 
 def defined(size: int) -> ir.Constant:
-    """What says that `size` bytes are defined."""
+    """The constant that marks `size` bytes as defined."""
     return ir.Constant(ir.IntType(8 * size), int.from_bytes(bytes([DEFINED]) * size, "little"))
 
 
 def callable_of(write: Callable[[ir.Function], object], pointers: int, numbers: int) -> Callable[..., int]:
-    """A function of so many addresses and then numbers of 64 bits that gives one, whose machine code `write` writes."""
+    """A callable of `pointers` addresses and then `numbers` 64-bit numbers, which returns one; `write` writes its
+    machine code."""
     module = ir.Module("access")
     write(ir.Function(module, ir.FunctionType(I64, [POINTER] * pointers + [I64] * numbers), ENTRY))
     kind = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * pointers, *[ctypes.c_int64] * numbers)
@@ -77,7 +78,7 @@ def callable_of(write: Callable[[ir.Function], object], pointers: int, numbers: 
 
 
 def code_of(function: Callable[..., int]) -> int:
-    """Where the machine code of what `callable_of` has made lies."""
+    """The address of the machine code behind a result of `callable_of`."""
     return word_at(ctypes.addressof(cast("ctypes.c_void_p", function)))
 
 
@@ -85,7 +86,7 @@ Made = TypeVar("Made")
 
 
 class OnDemand(Generic[Made]):
-    """Machine code that `make` makes once the same has been done by NumPy so often that this takes as long."""
+    """Machine code that is compiled once NumPy has done the same so often that compiling takes no longer."""
 
     def __init__(self, make: Callable[[], Made]) -> None:
         self._make = make
@@ -93,7 +94,7 @@ class OnDemand(Generic[Made]):
         self._made: Made | None = None
 
     def wanted(self, worth: int) -> Made | None:
-        """The machine code, for what is about to be done; None before the time `worth`."""
+        """The machine code for the operation about to run; None before call number `worth`."""
         if self._made is None:
             self._times += 1
             if self._times >= worth:
@@ -102,9 +103,9 @@ class OnDemand(Generic[Made]):
 
 
 class MemoryCode:
-    """Writes a function that looks at the memory `place`, whose fields are `names`, and jumps to `no` to refuse.
+    """Writes a function that checks the memory `place`, with fields `names`, and jumps to `no` to refuse.
 
-    `clock`: what whoever acts has seen.
+    `clock`: what the acting agent has seen.
     """
 
     def __init__(self, function: ir.Function, place: Any, names: Sequence[str], clock: Any) -> None:
@@ -115,7 +116,7 @@ class MemoryCode:
         self._known = self._variable(I64)
 
     def _end(self, answer: Any) -> None:
-        """Give `answer`, and NO where something was refused."""
+        """Return `answer`, and NO from the refusing block."""
         self.b.ret(answer)
         self.b.position_at_end(self.no)
         self.b.ret(number(NO))
@@ -156,7 +157,7 @@ class MemoryCode:
 
     @contextmanager
     def _each(self, first: Any, last: Any) -> Iterator[Any]:
-        """What is written within is done for each index from `first` to `last`, both included."""
+        """Repeat the code written within for each index from `first` to `last`, both included."""
         b = self.b
         before, body = b.block, b.append_basic_block()
         b.branch(body)
@@ -194,13 +195,13 @@ class MemoryCode:
             yield self.at(readers, b.add(first, number(1)), I64), b.inttoptr(where, POINTER)
 
     def _check_kept(self, granule: Any) -> None:
-        """Refuse if a kept reader of a granule is not ordered before."""
+        """Refuse if a kept reading of a granule is not ordered before."""
         with self.b.if_then(self._set_in("many_readers", granule)), self._kept_readers() as (agent, kept):
             epoch = self.b.sext(self.at(kept, granule, I32), I64)
             self._refuse(self.b.icmp_signed(">", epoch, self.at(self.clock, agent, I64)))
 
     def _forget_kept(self, granule: Any) -> None:
-        """Nobody else has read a granule."""
+        """Drop the kept readings of a granule."""
         b, zero = self.b, ir.Constant(I32, 0)
         with b.if_then(self._set_in("many_readers", granule)):
             self.put(self._pointer("many_readers"), granule, ir.Constant(I8, 0), I8)
@@ -209,7 +210,7 @@ class MemoryCode:
                     self.put(kept, row, zero, I32)
 
     def _check_keepable(self, reader: Any, mark: Any) -> None:
-        """Ask for a place if `reader` must be kept beside the one of `mark`, and there is none for it."""
+        """Return NO_ROOM for the agent of `reader` if its reading must be kept beside `mark` and has no place."""
         b = self.b
         with b.if_then(self._kept_beside(reader, mark)):
             found = self._known
@@ -221,7 +222,7 @@ class MemoryCode:
                 b.ret(b.sub(number(NO_ROOM), self._agent(reader)))
 
     def _note_reader(self, granule: Any, mark: Any, line: Any) -> None:
-        """Whoever `mark` stands for reads a granule; a reader that nothing orders before is kept."""
+        """Record a read of a granule by the agent of `mark`. A last reader that nothing orders before it is kept."""
         b, reader = self.b, self._of("reader", granule, I32)
         with b.if_then(self._kept_beside(reader, mark)):
             self.put(self._pointer("many_readers"), granule, ir.Constant(I8, 1), I8)

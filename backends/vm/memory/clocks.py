@@ -3,16 +3,16 @@
 `seen` orders everything: agent a's actions up to epoch seen[a] happen before the owner's next action. `fenced` is the
 part of it that is also visible to the asynchronous proxy in shared memory. `fence.proxy.async` sets fenced = seen.
 Barriers and mbarriers carry both along, so either idiom is accepted: each writer fences before the barrier, or the
-issuer fences after it. A path without a proxy fence is found out (PTX ISA, Memory Consistency Model, proxy-preserved
+issuer fences after it. A path without a proxy fence is reported (PTX ISA, Memory Consistency Model, proxy-preserved
 base causality order).
 
 Memory keeps a stamp for each granule: the agent that wrote (or read) last and its epoch then, in one int32.
 
 Clusters order each other through flags in global memory (PTX ISA 8.9: release and acquire patterns). A release there
-carries all that its warp has seen, a relaxed access only what a fence of gpu scope has covered. What an acquire finds
-is known at once, what a relaxed access finds only after such a fence. Barriers carry all three parts along. Of generic
-writes to global memory, the asynchronous proxy sees only what a proxy fence has covered; that part of what is known of
-cluster n stands under -n, the own cluster included, and travels the same ways.
+carries all that its warp has seen; a relaxed access carries only what a fence of gpu scope has covered. What an acquire
+finds is known at once; what a relaxed access finds is known only after such a fence. Barriers carry all three parts
+along. Of the generic writes to global memory, the asynchronous proxy sees only those that a proxy fence has covered.
+That part of what is known of cluster n is stored under -n, for the own cluster too, and travels the same ways.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ ACCUMULATORS = 8
 COPY_AGENTS = 48
 CLUSTER_SHIFT = 32
 STAMP_MASK = (1 << CLUSTER_SHIFT) - 1
-"""Of a mark of global memory: the number of a cluster lies above a stamp."""
+"""The part of a global-memory mark that is a stamp; the serial number of a cluster lies above it."""
 
 
 @dataclass(slots=True, eq=False)
 class Agents:
-    """The agents of cluster number `serial` (from 1) of a launch, of `size` CTAs.
+    """The agents of cluster number `serial` (from 1) of a launch, with `size` CTAs.
 
     All warps come first, by CTA rank, then the tensor cores, then copies, and last clocks.WAITED. The tensor core of a
     CTA is several agents: one for tcgen05.cp, which every later mma follows in order, then one for each accumulator.
     Copies that are waited for together, at one mbarrier or in one thread's groups, are one agent. Beyond COPY_AGENTS
     such places, agents are shared, and a missing wait can hide behind another place's wait. `line`: the PTX line of the
-    instruction that runs, `acting`: the warp that runs it. `tensor_fences`: by warp, the epochs of its
-    tcgen05.fence::before_thread_sync. `releases`, of what lanes stored to shared memory; `global_releases`, to global
-    memory.
+    running instruction, `acting`: the warp that runs it. `tensor_fences`: by warp, the epochs of its
+    tcgen05.fence::before_thread_sync. `releases`: releases of what lanes stored to shared memory; `global_releases`:
+    the same for global memory.
     """
 
     serial: int
@@ -60,12 +60,12 @@ class Agents:
 
     @property
     def first_engine(self) -> int:
-        """The first index of a tensor core; warps come before."""
+        """The first index of a tensor core, after the warps."""
         return self.size * self.warps_per_cta
 
     @property
     def first_copy(self) -> int:
-        """The first index of a copy; warps and tensor cores come before."""
+        """The first index of a copy, after the warps and tensor cores."""
         return self.size * (self.warps_per_cta + 1 + ACCUMULATORS)
 
     @property
@@ -75,7 +75,7 @@ class Agents:
 
     @property
     def mark(self) -> int:
-        """`serial` where marks of global memory hold it."""
+        """`serial`, shifted to its position in marks of global memory."""
         return self.serial << CLUSTER_SHIFT
 
     def warp(self, rank: int, warp: int) -> int:
@@ -92,7 +92,7 @@ class Agents:
         return self.first_copy + (self.copy_places - 1) % COPY_AGENTS
 
     def name(self, agent: int) -> str:
-        """How reports call an agent."""
+        """The name of an agent in reports."""
         if agent >= self.first_copy:
             return "a copy"
         rank, index = divmod(agent, self.warps_per_cta)
@@ -113,7 +113,7 @@ PENDING = EPOCH_MASK
 """The epoch of a write that nobody may rely on yet, not even the writer (tcgen05.st before its wait)."""
 
 WAITED = -1
-"""The last element of `seen` belongs to no agent: it is 1 once a griddepcontrol.wait comes before."""
+"""The last element of `seen` belongs to no agent: it is 1 after a griddepcontrol.wait."""
 
 
 def stamp(agent: int, epoch: int) -> int:
@@ -138,7 +138,7 @@ def unordered(stamps: Stamps, seen: Epochs) -> npt.NDArray[np.bool_] | None:
     """
     if not stamps.size:
         return None
-    # The quick answer for what one operation did: all stamps are the same one.
+    # Fast path for the stamps of a single operation, which are all the same.
     head = stamps.item(0)
     if (head & EPOCH_MASK) <= seen[head >> EPOCH_BITS] and not count_nonzero(stamps != head):
         return None
@@ -147,8 +147,8 @@ def unordered(stamps: Stamps, seen: Epochs) -> npt.NDArray[np.bool_] | None:
 
 
 Snapshot = dict[int, Epochs]
-"""By serial number of a cluster: the epochs of its agents that are ordered before. By the negative number: those that
-the asynchronous proxy sees too. Nobody changes the arrays."""
+"""By serial number of a cluster: the epochs of its agents that are ordered before. By the negated number: those that
+the asynchronous proxy sees too. The arrays are never modified."""
 
 
 def seen_of(known: Snapshot, cluster: int, agent: int) -> int:
@@ -162,7 +162,7 @@ def parts_of(mark: int) -> tuple[int, int, int]:
 
 
 def merge(into: Snapshot, other: Snapshot) -> None:
-    """`into` sees everything that `other` has seen."""
+    """Add everything that `other` has seen to `into`."""
     for cluster, epochs in other.items():
         mine = into.get(cluster)
         if mine is not epochs:
@@ -183,13 +183,13 @@ class GridClock:
     noticed: Snapshot = field(default_factory=dict[int, Epochs])
 
     def join(self, other: GridClock) -> None:
-        """Know, have published and have noticed everything that `other` has."""
+        """Add everything that `other` knows, has published and has noticed."""
         merge(self.known, other.known)
         merge(self.published, other.published)
         merge(self.noticed, other.noticed)
 
     def learn(self, cluster: int, seen: Epochs, found: Snapshot) -> None:
-        """Know what is in `found`. Its part about the own `cluster` goes to `seen`."""
+        """Add `found` to what is known. Its part about the own `cluster` goes to `seen`."""
         merge(self.known, {number: epochs for number, epochs in found.items() if number != cluster})
         if cluster in found:
             np.maximum(seen, found[cluster], out=seen)
@@ -226,15 +226,15 @@ class Clock:
         return cls(np.zeros(agents, np.int64), np.zeros(agents, np.int64))
 
     def of_copy(self) -> Clock:
-        """A new clock for the end of a copy that the owner of this one issues, and then begins an epoch.
+        """A new clock for the end of a copy that the owner of this one issues before it begins an epoch.
 
-        The end comes after the issue, and with it after all that comes before the issue: who waits for the copy is
-        ordered behind that too (PTX ISA 8.9.4, causality is transitive).
+        The end comes after the issue, and so after all that comes before the issue: a waiter for the copy is ordered
+        behind that too (PTX ISA 8.9.4, causality is transitive).
         """
         return self.copy()
 
     def join(self, other: Clock) -> None:
-        """See everything that `other` has seen."""
+        """Add everything that `other` has seen."""
         np.maximum(self.seen, other.seen, out=self.seen)
         np.maximum(self.fenced, other.fenced, out=self.fenced)
         if other.grid is not None:
@@ -254,18 +254,18 @@ class Clock:
         return self.grid
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Reset to a clock that has seen nothing."""
         self.seen[:] = 0
         self.fenced[:] = 0
         self.grid = None
 
     def fence_proxy(self) -> None:
-        """`fence.proxy.async`: what is ordered before now becomes visible to the asynchronous proxy."""
+        """`fence.proxy.async`: make what is ordered before now visible to the asynchronous proxy."""
         np.maximum(self.fenced, self.seen, out=self.fenced)
 
 
 ANYONE = -1
-"""In place of a CTA's rank: the asynchronous proxy, whose completions reach every CTA of the cluster."""
+"""Instead of a CTA's rank: the asynchronous proxy, whose completions reach every CTA of the cluster."""
 
 
 @dataclass(slots=True)
@@ -294,9 +294,10 @@ class Carried:
                 into.join(clock)
 
     def over(self, met: Epochs) -> None:
-        """Raise `met` to what is over now that the arrivals have come, whatever the scope of who waits for them.
+        """Raise `met` to what is over once the arrivals have come, whatever the scope of the waiter.
 
-        A release is performed behind what its thread did before. One of scope .cta is so for its own CTA alone.
+        A release is performed after what its thread did before. A release of scope .cta guarantees that only within its
+        CTA.
         """
         for (_, only), clock in self.parts.items():
             if not only:

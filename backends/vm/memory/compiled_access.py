@@ -1,8 +1,8 @@
-"""Loads and stores of a warp that meet nothing out of the ordinary, as machine code: checks, marks and data at once.
+"""Plain loads and stores of a warp as machine code: checks, marks and data in one call.
 
-The machine code says no, and has changed nothing, where an address is out of bounds or misaligned, a copy is in flight,
-the last access of another agent is not known to be ordered before, or a rule needs more than this to be judged. What is
-then to be said is said in one place, by SharedMemory, Buffer and GlobalRaces, which do the access anew.
+The machine code refuses, and has changed nothing, if an address is out of bounds or misaligned, a copy is in flight,
+the last access of another agent is not known to be ordered before, or a rule needs more than this to be judged.
+SharedMemory, Buffer and GlobalRaces then do the access again and report, so that reports come from one place.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from backends.vm.memory.clocks import CLUSTER_SHIFT
 
 LANES: Final = 32
 BANKS: Final = 32
-"""Of shared memory, a word of four bytes wide."""
+"""Banks of shared memory, each four bytes wide."""
 UNDEFINED, CONFLICT, SERVED_SHIFT = 1, 2, 2
-"""Of an answer: a byte that was read is undefined; lanes want several words of one bank; above, how many groups of
-lanes the banks of shared memory have served."""
+"""Bits of an answer: a byte that was read is undefined; lanes want several words of one bank. The bits from
+SERVED_SHIFT on: how many groups of lanes the banks of shared memory have served."""
 
 _BANK_WORDS: Final = ir.VectorType(I32, BANKS)
 
 Words = npt.NDArray[np.int64]
 Memory = Literal["shared", "global"]
 Perform = Callable[[int, int, int, int, int, int, int, int, int], int]
-"""Of the addresses of a program, the bounds of the registers, the mask, the place and the clock; then the base of the
-addresses, the warp's mark, how often it has met, and its agent. The answer."""
+"""Takes the addresses of a program, of the bounds of the registers, of the mask, the place and the clock; then the base
+of the addresses, the warp's mark, how often it has met, and its agent. Returns the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What decides the machine code of an access.
+    """What selects the machine code of an access.
 
-    `address`: bytes of the register of the address. `element`: bytes in memory; `registers`: bytes of each register's
-    lane, 0 for one that is not there.
+    `address`: bytes of the address register. `element`: bytes in memory; `registers`: bytes per lane of each register,
+    0 for a discarded one.
     """
 
     memory: Memory
@@ -64,24 +64,27 @@ class Kind:
 
     @property
     def size(self) -> int:
-        """Bytes of one lane."""
+        """Bytes per lane."""
         return self.element * len(self.registers)
 
 
 @cache
 def performer(kind: Kind) -> Perform:
-    """The machine code of all accesses of a kind."""
+    """The machine code for all accesses of a kind."""
     return callable_of(lambda function: _Access(kind, function).emit(), 5, 4)
 
 
 def program(address: tuple[int, int], offset: int, line: int, registers: Sequence[tuple[int, int]]) -> Words:
-    """What an instruction tells its performer: the place of the address, what is added, the PTX line, the places of the
-    registers. A place is the index of a bound of the register file and the offset from there in bytes."""
+    """The parameters of an instruction for its performer: place of the address, offset, PTX line, places of the
+    registers.
+
+    A place is the index of a bound of the register file and the offset from there in bytes.
+    """
     return np.array([*address, offset, line, *(word for place in registers for word in place)], np.int64)
 
 
 class _Access(MemoryCode):
-    """Writes the machine code of a kind. Two passes over the lanes: the first looks, the second acts."""
+    """Writes the machine code of a kind. It passes over the lanes twice: first to check, then to act."""
 
     def __init__(self, kind: Kind, function: ir.Function) -> None:
         self.kind = kind
@@ -96,7 +99,7 @@ class _Access(MemoryCode):
         self.undefined, self.conflict = self._variable(I64), self._variable(I64)
 
     def emit(self) -> None:
-        """All of the function."""
+        """Write the whole function."""
         b = self.b
         served = self._variable(I64)
         banks = b.inttoptr(b.ptrtoint(b.alloca(_BANK_WORDS), I64), POINTER) if self.shared else None
@@ -122,10 +125,10 @@ class _Access(MemoryCode):
         answer = b.or_(self._value(self.undefined), b.shl(self._value(self.conflict), number(1)))
         self._end(b.or_(answer, b.shl(self._value(served), number(SERVED_SHIFT))))
 
-    # What an access looks at.
+    # The checks of an access.
 
     def _place_of(self, lane: Any) -> Any:
-        """Where the bytes of a lane lie, from `base` on."""
+        """The position of a lane's bytes, counted from `base`."""
         kind = I64 if self.kind.address == 8 else I32
         address = self.at(self.addresses, lane, kind)
         if kind is I32:
@@ -141,7 +144,7 @@ class _Access(MemoryCode):
         return at
 
     def _look_at(self, granule: Any, lane: Any) -> None:
-        """Refuse what is not plainly in order about the last accesses of a granule."""
+        """Refuse if the last accesses of a granule are not plainly in order."""
         if self.shared:
             self._look_at_shared(granule, lane)
             return
@@ -179,8 +182,8 @@ class _Access(MemoryCode):
             self._check_kept(granule)
 
     def _loose(self, granule: Any, lane: Any, writer: Any) -> Any:
-        """Whether another lane of the warp wrote a granule since it met last, or a warp of which lanes have released
-        alone."""
+        """Whether another lane of the warp wrote a granule since they last met, or the writing warp has lanes that
+        released alone."""
         b, by = self.b, self._agent(writer)
         other = b.icmp_signed("!=", self.at(self._pointer("lane"), granule, I8), b.trunc(lane, I8))
         own = b.icmp_signed("==", by, self.agent)
@@ -193,7 +196,7 @@ class _Access(MemoryCode):
                            self.b.icmp_signed(">", met, ir.Constant(I32, 0)))  # fmt: skip
 
     def _look_for_undefined(self, at: Any) -> None:
-        """Note whether a byte is undefined."""
+        """Record whether a byte is undefined."""
         b, size = self.b, self.kind.size
         name = "defined" if self.shared else "state"
         kind = ir.IntType(8 * size)
@@ -211,8 +214,11 @@ class _Access(MemoryCode):
                 look()
 
     def _count_banks(self, banks: Any, at: Any, waiting: Any, served: Any) -> None:
-        """Lanes are served in groups, whose lanes share a word or want words of other banks, or else there is a
-        conflict. `waiting`: lanes of the group that is not full."""
+        """Count groups of lanes as the banks serve them: lanes of a group share words or use different banks, or it is
+        a conflict.
+
+        `waiting`: lanes of the group that is not full.
+        """
         b, words = self.b, max(self.kind.size // 4, 1)
         first = b.ashr(at, number(2))
         for i in range(words):
@@ -232,7 +238,7 @@ class _Access(MemoryCode):
     def _clear(self, banks: Any) -> None:
         self.b.store(ir.Constant(_BANK_WORDS, [-1] * BANKS), banks, align=4)
 
-    # What an access does.
+    # The effects of an access.
 
     def _mark(self, granule: Any, lane: Any) -> None:
         b = self.b

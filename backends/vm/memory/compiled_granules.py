@@ -1,8 +1,7 @@
-"""What the asynchronous proxy does to many granules of shared memory at once, as machine code where nothing is out of
-the ordinary: an operand or a box is checked and marked in microseconds.
+"""Accesses of the asynchronous proxy to many granules of shared memory as machine code, for the plain cases.
 
-As in compiled_access, the machine code says no and has changed nothing where more is to be judged or said than that
-everything is ordered before; SharedMemory then does it anew.
+An operand or a box is checked and marked in microseconds. As in compiled_access, the machine code refuses and has
+changed nothing unless everything is plainly ordered before; SharedMemory then does the access again.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from backends.vm.memory.access_code import (
 )
 
 WORTH: Final = 100
-"""So many times by NumPy take as long as to make the machine code."""
+"""Calls by NumPy that take as long as compiling the machine code."""
 _TOGETHER: Final = 4
-"""Granules that are looked at in one vector where they are neighbours: operands and boxes lie in units of 16 bytes."""
+"""Neighbouring granules handled as one vector: operands and boxes lie in units of 16 bytes."""
 _BYTES, _WORDS, _PLACES = (ir.VectorType(kind, _TOGETHER) for kind in (I8, I32, I64))
 
 Deed = Literal["read", "write begins", "write ends"]
 Perform = Callable[[int, int, int, int, int, int, int, int], int]
-"""Of the addresses of the place, of the granules (int64), of the clock and of what of it the asynchronous proxy sees (0
-for a copy by the generic one); then how many granules there are, the mark, the PTX line, and the first agent that is no
-warp. NO, or whether a byte is undefined."""
+"""Takes the addresses of the place, of the granules (int64), of the clock and of the part of it that the asynchronous
+proxy sees (0 for a copy by the generic proxy); then the number of granules, the mark, the PTX line, and the first agent
+that is no warp. Returns NO, or whether a byte is undefined."""
 
 
 @cache
@@ -49,12 +48,12 @@ _CODES: Final[dict[Deed, OnDemand[Perform]]] = {deed: OnDemand(partial(performer
 
 
 def wanted(deed: Deed) -> Perform | None:
-    """The machine code, for one that is about to happen; None while it is not worth it."""
+    """The machine code for an operation about to run; None while compiling it is not worth it."""
     return _CODES[deed].wanted(WORTH)
 
 
 class _GranuleAccess(MemoryCode):
-    """Writes the machine code of a deed. Two passes over the granules: the first looks, the second acts."""
+    """Writes the machine code of a deed. It passes over the granules twice: first to check, then to act."""
 
     def __init__(self, deed: Deed, function: ir.Function) -> None:
         self.deed: Deed = deed
@@ -63,14 +62,14 @@ class _GranuleAccess(MemoryCode):
         b = self.b
         self.mark, self.line = b.trunc(mark, I32), b.trunc(line, I32)
         self.generic = b.icmp_unsigned("==", b.ptrtoint(self.fenced, I64), number(0))
-        # Neighbours mostly have one stamp: the last ones that were found to be in order are known.
+        # Neighbours mostly share one stamp, so the last stamps found to be in order are kept for comparison.
         self.writer, self.reader = (b.alloca(I32) for _ in range(2))
         b.store(ir.Constant(I32, 0), self.writer)
         b.store(self.mark if deed == "read" else ir.Constant(I32, 0), self.reader)
         self.keeps, self.undefined = self._variable(I64), self._variable(I64)
 
     def emit(self) -> None:
-        """All of the function."""
+        """Write the whole function."""
         with self._groups() as (first, neighbours, single):
             self._look(first, neighbours, single)
         with self._groups() as (first, neighbours, single):
@@ -101,7 +100,7 @@ class _GranuleAccess(MemoryCode):
 
             yield first, whole, single
 
-    # What is looked at.
+    # The checks.
 
     def _look(self, first: Any, neighbours: Any, single: Callable[[], Any]) -> None:
         b = self.b
@@ -122,7 +121,7 @@ class _GranuleAccess(MemoryCode):
         b.position_at_end(end)
 
     def _plain(self, first: Any) -> Any:
-        """Whether nothing need be looked at closely in neighbours."""
+        """Whether neighbours need no closer look."""
         b = self.b
         if self.deed == "write ends":
             return ir.Constant(ir.IntType(1), 1)
@@ -168,7 +167,7 @@ class _GranuleAccess(MemoryCode):
             self._refuse(b.and_(warps, self._beyond(self.fenced, reader)))
         b.store(reader, self.reader)
 
-    # What is done.
+    # The effects.
 
     def _act(self, first: Any, neighbours: Any, single: Callable[[], Any]) -> None:
         b = self.b
@@ -219,7 +218,7 @@ class _GranuleAccess(MemoryCode):
         return self.b.load(pointer, typ=kind, align=1)
 
     def _all(self, name: str, first: Any, value: Any) -> Any:
-        """Whether the words of neighbours are all `value`."""
+        """Whether the words of neighbours all equal `value`."""
         return self._same(self._vector(name, first, I32, _WORDS), self._spread(value, _WORDS))
 
     def _same(self, a: Any, b: Any) -> Any:

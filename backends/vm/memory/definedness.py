@@ -1,8 +1,8 @@
-"""Which values mean nothing: where an undefined value came from, and the fault where it decides something.
+"""Undefined values: where they come from, and the fault where one decides something.
 
-Definedness travels with the bytes, as in Valgrind's memcheck: to copy, pack or store an undefined value is no fault. It
-becomes one where it decides an address, a branch, a predicate that matters or an output, or where an instruction that
-does more than compute needs it. Memories keep it by byte, tensor memory and registers by bit.
+Definedness travels with the bytes, as in Valgrind's memcheck: copying, packing or storing an undefined value is no
+fault. It becomes one where the value decides an address, a branch, a predicate that matters or an output, or where an
+instruction that does more than compute needs it. Memories track it by byte, tensor memory and registers by bit.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from backends.vm.faults import Fault
 
 Mask = npt.NDArray[np.bool_]
 NEVER, DEFINED, HIDDEN = 0, 1, 2
-"""The state of a byte: nobody has written it, it is defined, or an undefined value was stored there."""
+"""The state of a byte: never written, defined, or overwritten with an undefined value."""
 MAX_SOURCES: Final = 1 << 18
-"""Places of one memory of which the origin of an undefined value is kept."""
+"""Limit on the places of one memory whose undefined values have a recorded origin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class Origin:
     """Where an undefined value comes from.
 
     `rule`: the slug of the fault. `what`: the register or byte that was never written, as a clause. `read`: the PTX
-    line that read it first, 0 before. `stored`: the PTX line that stored the value last, by the warp or unit `by`.
+    line that read it first, 0 if not read yet. `stored`: the PTX line that stored the value last, by the warp or unit
+    `by`.
     """
 
     rule: str
@@ -37,11 +38,11 @@ class Origin:
     by: str = ""
 
     def read_at(self, line: int) -> Origin:
-        """The origin of a value that PTX `line` reads."""
+        """This origin for a value that PTX `line` reads."""
         return self if self.read else replace(self, read=line)
 
     def stored_at(self, line: int, by: str) -> Origin:
-        """The origin of a value that PTX `line` of `by` stores."""
+        """This origin for a value that PTX `line` of `by` stores."""
         return self if (self.stored, self.by) == (line, by) else replace(self, stored=line, by=by)
 
     def fault(self, decides: str, *, lane: int | None = None, address: int | None = None) -> Fault:
@@ -54,14 +55,14 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """The undefined bytes of an access: bool [n, size], and where the first of them comes from."""
+    """The undefined bytes of an access: bool [n, size], and the origin of the first."""
 
     bytes_: Mask
     origin: Origin
 
 
 def lost_in_reduction(source: Missing | None, under: Missing | None, element_bytes: int) -> Missing | None:
-    """The undefined bytes, in whole elements, of what a reduction of `source` into `under` leaves."""
+    """The undefined bytes, in whole elements, after a reduction of `source` into `under`."""
     first = source or under
     if first is None:
         return None
@@ -72,7 +73,7 @@ def lost_in_reduction(source: Missing | None, under: Missing | None, element_byt
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The rows of a matrix in which an element is undefined, bool [rows], and where the first comes from."""
+    """The rows of a matrix with an undefined element, bool [rows], and the origin of the first."""
 
     rows: Mask
     origin: Origin
@@ -80,15 +81,15 @@ class Lost:
 
 @dataclass(slots=True)
 class Sources:
-    """The origins of the undefined values that were stored in a memory, by 4-byte granule (tensor memory: by column).
+    """The origins of the undefined values stored in a memory, by 4-byte granule (tensor memory: by column).
 
-    A unit that is not here holds what was never written.
+    An undefined unit without an entry was never written.
     """
 
     by_unit: dict[int, Origin] = field(default_factory=dict[int, Origin])
 
     def note(self, units: npt.NDArray[np.integer], origin: Origin) -> None:
-        """Undefined values of `origin` were stored in `units`."""
+        """Record that undefined values of `origin` were stored in `units`."""
         left = MAX_SOURCES - len(self.by_unit)
         if left > 0 and units.size:
             first = np.append(True, units[1:] != units[:-1])

@@ -24,12 +24,12 @@ PARAM_WINDOW = 3 << 56
 WINDOW_SHIFT = 56
 FIRST_ADDRESS = 0x7F40_0000_0000
 GAP = 1 << 20
-"""Unmapped bytes between buffers that the machine places itself: an overrun meets nothing."""
+"""Unmapped bytes between buffers that the machine places itself, so that an overrun hits no other buffer."""
 NULL_BYTES = 1 << 16
-"""Addresses below it come from a null pointer."""
+"""Addresses below this come from a null pointer."""
 
 HEAP_BYTES = 8 << 20
-"""Of the heap of kernels, unless the host asks for another size (CUDA programming guide, heap memory allocation)."""
+"""Size of the kernels' heap, unless the host asks for another (CUDA programming guide, heap memory allocation)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,20 +55,20 @@ class Buffer:
         return self.base + self.data.size
 
     def forget(self, *, scratch: bool) -> None:
-        """From now on its bytes mean nothing until they are written: it is a workspace, or else an output."""
+        """Mark all bytes as never written: the buffer is a workspace (`scratch`) or an output."""
         places_change()
         self.state = np.zeros(self.data.size, np.uint8)
         self.scratch = scratch
 
     def missing(self, offsets: Addresses, size: int) -> Mask | None:
-        """Which of `size` bytes at each of `offsets` [n] are undefined, bool [n, size]. None: none of them."""
+        """Which of `size` bytes at each of `offsets` [n] are undefined, bool [n, size]. None if none are."""
         if self.state is None:
             return None
         defined = read_pieces(self.state, offsets, size) == DEFINED
         return None if count_nonzero(defined) == defined.size else ~defined
 
     def origin_of(self, offset: int, line: int) -> Origin:
-        """Where the undefined byte at `offset`, which PTX `line` reads, comes from."""
+        """The origin of the undefined byte at `offset`, which PTX `line` reads."""
         known = self.sources.by_unit.get(offset >> 2) if self.state is not None and self.state[offset] else None
         if known is None:
             known = Origin("uninitialised-global", f"byte {offset} of `{self.name}`, which was never written: it is an "
@@ -76,7 +76,8 @@ class Buffer:
         return known.read_at(line)
 
     def check_defined(self, offsets: Addresses, size: int, access: str) -> None:
-        """Fault if one of `size` bytes at each of `offsets` [n] is undefined: `access` depends on all of them."""
+        """Report a Fault if one of `size` bytes at each of `offsets` [n] is undefined: `access` depends on all of
+        them."""
         missing = self.missing(offsets, size)
         if missing is not None:
             lane, byte = np.argwhere(missing)[0].tolist()
@@ -85,12 +86,12 @@ class Buffer:
                                                lane=lane, address=self.base + at))  # fmt: skip
 
     def mark_written(self, offsets: Addresses, size: int) -> None:
-        """`size` bytes at each of `offsets` [n] have been written, with defined values."""
+        """Mark `size` bytes at each of `offsets` [n] as defined."""
         if self.state is not None:
             self.state[offsets[:, None] + np.arange(size)] = DEFINED
 
     def undefine(self, offsets: Addresses, missing: Mask, origin: Origin) -> None:
-        """An undefined value of `origin` was stored at `offsets` [n]: the bytes `missing` [n, size] of it."""
+        """Mark the bytes `missing` [n, size] at `offsets` [n] undefined: a value of `origin` was stored there."""
         if self.state is None:
             places_change()
             self.state = np.ones(self.data.size, np.uint8)
@@ -99,7 +100,8 @@ class Buffer:
         self.sources.note(at >> 2, origin)
 
     def outcome(self) -> Iterator[Fault]:
-        """At the end of a launch: one fault for each PTX line that stored an undefined value that the host can see."""
+        """The faults at the end of a launch: one for each PTX line that stored an undefined value that the host can
+        see."""
         if self.scratch or self.state is None or not self.sources.by_unit:
             return
         left = np.zeros(-(-self.state.size // 4) * 4, np.bool_)
@@ -121,7 +123,7 @@ class Buffer:
 
 
 def check_alignment(addresses: Addresses, size: int, access: str) -> None:
-    """Fault unless every address is a multiple of the access `size` in bytes (PTX ISA 6.4.1)."""
+    """Raise Fault unless every address is a multiple of the access `size` in bytes (PTX ISA 6.4.1)."""
     if size > 1 and count_nonzero(addresses & (size - 1)):
         lane = int(np.flatnonzero(addresses & (size - 1))[0])
         raise Fault("misaligned", f"{access} of {size} bytes at an address that is not a multiple of {size}", lane=lane,
@@ -131,7 +133,7 @@ def check_alignment(addresses: Addresses, size: int, access: str) -> None:
 class GlobalMemory:
     """Buffers by address. An access outside of every buffer is a fault that names the nearest one.
 
-    `loaded_by_map`: the buffer that tensor loads have read, by the address that their map begins at.
+    `loaded_by_map`: the buffer that tensor loads have read, by the base address of their map.
     """
 
     def __init__(self) -> None:
@@ -153,11 +155,11 @@ class GlobalMemory:
 
     @property
     def buffers(self) -> Sequence[Buffer]:
-        """What is mapped, by address."""
+        """The mapped buffers, by address."""
         return self._buffers
 
     def place_above(self, address: int) -> None:
-        """Place buffers from `address` on, clear of those mapped at real addresses."""
+        """Place new buffers from `address` on, clear of those mapped at real addresses."""
         self._next = max(self._next, address)
 
     def remove(self, buffer: Buffer) -> None:
@@ -176,7 +178,7 @@ class GlobalMemory:
                     address=address)  # fmt: skip
 
     def nearest(self, address: int) -> str:
-        """The end of a sentence about an address in no buffer: which one is nearest."""
+        """The end of a sentence about an address in no buffer: names the nearest buffer."""
         if address < NULL_BYTES:
             return f"; {address} bytes behind a null pointer" if address else "; a null pointer"
         if not self._buffers:
@@ -190,12 +192,12 @@ class GlobalMemory:
         return f"; the nearest is `{near.name}` ({near.data.size} bytes), {gap(near)} bytes {side}"
 
     def outcome(self) -> Iterator[Fault]:
-        """The faults of the undefined values that lie where the host can see them, at the end of a launch."""
+        """The faults at the end of a launch for undefined values where the host can see them."""
         for buffer in self._buffers:
             yield from buffer.outcome()
 
     def holding(self, address: int) -> Buffer | None:
-        """The buffer that `address` lies in, or None."""
+        """The buffer that contains `address`, or None."""
         index = bisect.bisect(self._bases, address) - 1
         return self._buffers[index] if index >= 0 and address < self._buffers[index].end else None
 
@@ -237,9 +239,10 @@ class GlobalMemory:
         buffer.mark_written(offsets, size)
 
     def locate(self, addresses: Addresses, size: int, access: str) -> tuple[Buffer | None, Addresses]:
-        """The buffer that holds `size` bytes at every address, and offsets in it.
+        """The buffer that holds `size` bytes at every address, and the offsets in it.
 
-        None and the addresses if they lie in several buffers. Fault if one lies in none, or is not aligned to `size`.
+        Returns None and the addresses if they lie in several buffers. Raises Fault if one lies in none, or is not
+        aligned to `size`.
         """
         check_alignment(addresses, size, access)
         low, high = int(addresses.min()), int(addresses.max())
@@ -256,9 +259,10 @@ class GlobalMemory:
 
 
 class DeviceHeap:
-    """What kernels allocate by malloc and free: it lives as long as the memory, and holds nothing until it is written.
+    """Memory that kernels allocate by malloc and free. It lasts as long as the global memory, and is undefined until
+    written.
 
-    An address is never given twice, so that a use after free meets no buffer.
+    An address is never reused, so that a use after free hits no buffer.
     """
 
     def __init__(self, memory: GlobalMemory) -> None:
@@ -267,7 +271,7 @@ class DeviceHeap:
         self._left = HEAP_BYTES
 
     def allocate(self, size: int, name: str) -> int:
-        """The address of `size` fresh bytes; 0 for no bytes, and where the heap has too few."""
+        """The address of `size` fresh bytes; 0 for no bytes, or if the heap has too few left."""
         if not 0 < size <= self._left:
             return 0
         self._left -= size
@@ -277,7 +281,7 @@ class DeviceHeap:
         return buffer.base
 
     def free(self, address: int) -> bool:
-        """Give back what `allocate` returned, or nothing for 0. False for any other address."""
+        """Free what `allocate` returned; 0 is allowed and frees nothing. False for any other address."""
         if not address:
             return True
         buffer = self._held.pop(address, None)

@@ -1,21 +1,21 @@
 """Races in global memory: for each granule of a writable buffer, who wrote last and who read last in this launch.
 
-A mark is the serial number of a cluster (bits 63..32) above a stamp of clocks.py. 0 is nobody: the start of a launch
-comes after everything before it. Granules have 16 bytes until an access of fewer bytes is seen. Strong accesses
-(atomics, volatile, relaxed and up) race with nobody. A bulk copy that reads or overwrites generic writes of the same
-launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2). The other way round, the end of each
-copy is one.
+A mark is the serial number of a cluster (bits 63..32) above a stamp of clocks.py. 0 means no access: the start of a
+launch comes after everything before it. Granules have 16 bytes until a smaller access is seen. Strong accesses
+(atomics, volatile, relaxed and up) race with nothing. A bulk copy that reads or overwrites generic writes of the same
+launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2). In the other direction, the end of each
+copy is a proxy fence.
 
 Programmatic dependent launch: a launch with the attribute may begin as soon as the CTAs of the launch before it have
 executed griddepcontrol.launch_dependents or ended, even before their writes have arrived. griddepcontrol.wait waits
 until the launch before is complete and its memory operations are visible (PTX ISA 9.7.13.13; the CUDA programming
-guide, "Programmatic Dependent Launch and Synchronization", asks for it also where nobody launches dependents early).
-Neither source says that it waits for more: the launch before that one is over only if that one has itself waited.
-A wait is one element of the vector clocks. Any order after a warp that has waited carries it along.
+guide, "Programmatic Dependent Launch and Synchronization", asks for it even where nothing launches dependents early).
+Neither source says that it waits for more: a launch further back is over only if the launch in between has itself
+waited. A wait is one element of the vector clocks. Any order after a warp that has waited carries it along.
 
-Clocks are by warp, and what lanes.py says of shared memory holds here too: a lane reads what another lane of its warp
-wrote, or what other lanes alone have released, only behind a meeting. What other lanes alone have acquired it does not
-know before it meets them (lane_acquires.py).
+Clocks are per warp, and what lanes.py says of shared memory holds here too: a lane may read what another lane of its
+warp wrote, or what only other lanes have released, only after a meeting. What only other lanes have acquired it does
+not know until it meets them (lane_acquires.py).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LaunchChain:
     waited: bool = False
 
     def begin(self, kernel: str, last: dict[int, Shadow], *, dependent: bool) -> None:
-        """A launch of `kernel` begins; `last` are the shadows of the one before."""
+        """Begin a launch of `kernel`; `last` are the shadows of the one before."""
         if dependent:
             unfinished = self.after if self.waited else self.before
             self.before = [Earlier(self.kernel, last), *self.before]
@@ -82,9 +82,9 @@ class LaunchChain:
         self.kernel, self.waited = kernel, False
 
     def wait(self, clock: Clock, released: Clock) -> None:
-        """`griddepcontrol.wait` of the owner of `clock`.
+        """`griddepcontrol.wait` by the owner of `clock`.
 
-        What its relaxed arrivals carry (`released`) has it too: they come after it, whatever they order.
+        Its relaxed arrivals carry it too (`released`): they come after it, whatever they order.
         """
         self.waited = True
         clock.seen[WAITED] = released.seen[WAITED] = 1
@@ -92,9 +92,9 @@ class LaunchChain:
     def check(
         self, buffer: Buffer, addresses: Addresses, size: int, clock: Clock, *, writes: bool, by_lane: bool
     ) -> None:
-        """Report that a launch that may still run wrote any of `size` bytes at addresses [n] of one buffer.
+        """Report if a launch that may still run wrote any of `size` bytes at addresses [n] of one buffer.
 
-        A write may not meet its reads either.
+        For a write, its reads count too.
         """
         for earlier in self._overlapping(clock):
             shadow = earlier.shadows.get(buffer.base)
@@ -122,7 +122,7 @@ class LaunchChain:
         return any(buffer.base in earlier.shadows for earlier in self._overlapping(clock))
 
     def had(self, buffer: Buffer) -> bool:
-        """Whether a launch that may still run for a warp that has not waited has accessed `buffer`."""
+        """Whether some launch that may still run for warps that have not waited has accessed `buffer`."""
         return any(buffer.base in earlier.shadows for earlier in self.before)
 
     def _overlapping(self, clock: Clock) -> list[Earlier]:
@@ -149,15 +149,15 @@ def has_waited(clock: Clock) -> bool:
 Dim3 = tuple[int, int, int]
 Addresses = npt.NDArray[np.int64]
 Marks = int | npt.NDArray[np.int64]
-"""One mark or stamp, or one an access: [n, 1]."""
+"""One mark or stamp, or one per access: [n, 1]."""
 Pieces = tuple[Addresses, int, int]
-"""Addresses of pieces that a copy writes, their size in bytes, and the stamp of the copy."""
+"""Addresses of the pieces that a copy writes, their size in bytes, and the stamp of the copy."""
 COARSE = 16
 _STATE, _WRITER = (GLOBAL_FIELDS.index(name) for name in ("state", "writer"))
 
 
 class Accessor(Protocol):
-    """Who accesses global memory: a warp, with its clock and the agents of its cluster."""
+    """Accessor of global memory: a warp, with its clock and the agents of its cluster."""
 
     @property
     def clock(self) -> Clock: ...
@@ -208,14 +208,14 @@ class Shadow:
     def one_a_line(
         self, granules: Addresses, bad: npt.NDArray[np.bool_], *, writes: bool
     ) -> Iterator[tuple[int, int, int]]:
-        """Access, granule and PTX line of the first bad one of each line, of the last writes or the last reads."""
+        """For each PTX line of the last writes or the last reads, its first bad access: access, granule and line."""
         lines, where, at = self.line if writes else self.read_line, np.argwhere(bad), granules[bad]
         _, firsts = np.unique(lines[at], return_index=True)
         for first in sorted(firsts.tolist()):
             yield int(where[first][0]), int(at[first]), int(lines[at[first]])
 
     def split_for(self, size: int) -> None:
-        """Split granules where accesses of `size` bytes need finer ones."""
+        """Split granules if accesses of `size` bytes need finer ones."""
         exact = (size & -size).bit_length() - 1
         if exact < self.shift:
             places_change()
@@ -228,7 +228,7 @@ class Shadow:
             self.shift = exact
 
     def granules(self, addresses: Addresses, size: int) -> Addresses:
-        """Granules [n, granules] of accesses of `size` bytes at addresses [n]. Splits granules if need be."""
+        """Granules [n, granules] of accesses of `size` bytes at addresses [n]. Splits granules if needed."""
         self.split_for(size)
         first = (addresses - self.base >> self.shift)[:, None]
         return first if size >> self.shift == 1 else first + np.arange(size >> self.shift)
@@ -236,10 +236,10 @@ class Shadow:
 
 @dataclass(slots=True)
 class GlobalAccesses:
-    """Accesses [n] of one buffer by `warp`, as checks look at them: granules [n, k], and what `action` says they do.
+    """Accesses [n] of one buffer by `warp`, as checks see them: granules [n, k], and `action`, the verb for reports.
 
-    `lanes` [n]: those of the warp that do it; None: it is not known which. `by_lane`: the number of an access is its
-    lane. `written`: addresses [n], and what threads are about to write there.
+    `lanes` [n]: the lanes that access; None if unknown. `by_lane`: the number of an access is its lane. `written`:
+    addresses [n], and what threads are about to write there.
     """
 
     action: str
@@ -252,11 +252,11 @@ class GlobalAccesses:
     written: tuple[Addresses, Bytes | None] | None = None
 
     def lane(self, access: int) -> int | None:
-        """Of an access."""
+        """The lane of an access."""
         return access if self.by_lane else None
 
     def written_before(self) -> npt.NDArray[np.bool_] | None:
-        """Which accesses [n, 1] write what lies there already; None if it is not known what they write."""
+        """Which accesses [n, 1] write the value that is there already; None if the values are unknown."""
         addresses, values = self.written or (None, None)
         if addresses is None or values is None:
             return None
@@ -264,7 +264,7 @@ class GlobalAccesses:
         return (self.buffer.data[offsets[:, None] + np.arange(values.shape[1])] == values).all(1)[:, None]
 
     def report_lanes(self, access: int, granule: int, why: str, other: OtherAccess) -> None:
-        """What lanes of a warp leave unordered."""
+        """Report an access that lanes of a warp leave unordered."""
         offset = self.shadow.offset_in(self.buffer, granule)
         report(Fault("lanes-unordered", f"byte {offset} of `{self.buffer.name}` {self.action} {why}",
                      lane=self.lane(access), address=self.buffer.base + offset, other=other))  # fmt: skip
@@ -299,7 +299,7 @@ class GlobalRaces:
         self.stored = False
 
     def begin_cluster(self, first: Dim3) -> int:
-        """The serial number of a cluster that begins at CTA `first`."""
+        """Register a cluster that begins at CTA `first`. Returns its serial number."""
         serial = len(self.first_ctas) + 1
         self.first_ctas[serial] = first
         self.releases[serial] = LaneReleases(partial=self._partial)
@@ -317,10 +317,11 @@ class GlobalRaces:
         lanes: Addresses | None = None,
         bulk: bool = False,
     ) -> None:
-        """The agent and epoch of `stamp` read `size` bytes at each address [n] of one buffer, for `warp`.
+        """Check and mark a read of `size` bytes at each address [n] of one buffer, by the agent and epoch of `stamp`
+        for `warp`.
 
-        Reports a race; its lane is the number of the access if `by_lane`. `lanes` [n]: those of the warp that do it;
-        None: it is not known which. `bulk`: through the asynchronous proxy.
+        Reports a race; its lane is the number of the access if `by_lane`. `lanes` [n]: the lanes of the warp that read;
+        None if unknown. `bulk`: through the asynchronous proxy.
         """
         if self.chain.before:
             self.chain.check(buffer, addresses, size, warp.clock, writes=False, by_lane=by_lane)
@@ -349,11 +350,10 @@ class GlobalRaces:
         lanes: Addresses | None,
         values: Bytes | None = None,
     ) -> None:
-        """As `read`, for a write at PTX `line` by `lanes`, or a bulk copy (None). A `strong` one races with nothing of
-        its own launch.
+        """As `read`, for a write at PTX `line` by `lanes`, or by a bulk copy (None).
 
-        `values` [n, size] is what a thread is about to write: of threads that write what lies there already, one after
-        the other, the outcome is defined (PTX ISA 8.7.2).
+        A `strong` write races with nothing of its own launch. `values` [n, size] is what a thread is about to write: if
+        it is there already, the outcome of the racing writes is defined (PTX ISA 8.7.2).
         """
         by_lane = lanes is not None
         if self.chain.before:
@@ -377,9 +377,9 @@ class GlobalRaces:
         shadow.lanes.note(granules, lanes, 0 if strong or lanes is None else warp.meetings)
 
     def place(self, buffer: Buffer, size: int, clock: Clock) -> MemoryWords | None:
-        """`buffer` and its marks as machine code finds them, for accesses of `size` bytes by the owner of `clock`.
+        """`buffer` and its marks for machine code, for accesses of `size` bytes by the owner of `clock`.
 
-        None where those of an earlier launch count too.
+        None if the marks of an earlier launch count too.
         """
         if self.chain.before and buffer.writable and self.chain.concerns(buffer, clock):
             return None
@@ -397,9 +397,9 @@ class GlobalRaces:
         return known
 
     def lasting(self, buffer: Buffer, clock: Clock) -> int | None:
-        """How long `place`, which the owner of `clock` has got, holds in this launch, until access_code.CHANGES.
+        """How long a `place` that the owner of `clock` has got holds in this launch, until access_code.CHANGES.
 
-        0: for all. Else for those of whose clock this element is not 0; None: nobody can tell.
+        0: for all warps. Otherwise: for warps whose clock is nonzero in this element. None: unknown.
         """
         if not (self.chain.before and buffer.writable and self.chain.had(buffer)):
             return 0
@@ -416,7 +416,10 @@ class GlobalRaces:
         *,
         bulk: bool,
     ) -> None:
-        """A copy for `warp` reads `size` bytes at each address. All lie in one buffer, or the copy itself will fail."""
+        """Check a copy for `warp` that reads `size` bytes at each address.
+
+        Skipped unless all lie in one buffer, because then the copy itself fails.
+        """
         buffer = memory.holding(int(addresses[0]))
         if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
             self.read(buffer, addresses, size, warp, stamp, by_lane=False, lanes=lanes, bulk=bulk)
@@ -424,7 +427,7 @@ class GlobalRaces:
     def copied_to(
         self, memory: GlobalMemory, pieces: Sequence[Pieces], warp: Accessor, line: int, *, strong: bool
     ) -> None:
-        """As `copied_from`, for what one bulk copy at PTX `line` writes. Its lanes do not race with each other."""
+        """As `copied_from`, for the writes of one bulk copy at PTX `line`. Its pieces do not race with each other."""
         for size in dict.fromkeys(size for _, size, _ in pieces):
             same = [(addresses, stamp) for addresses, bytes_, stamp in pieces if bytes_ == size and addresses.size]
             if not same:
@@ -461,7 +464,7 @@ class GlobalRaces:
                          address=buffer.base + offset, other=OtherAccess(who, did, line)))  # fmt: skip
 
     def _check_met(self, accesses: GlobalAccesses) -> None:
-        """Report what lanes read before they have met the lanes of their warp that wrote it."""
+        """Report reads by lanes that have not met the lanes of their warp that wrote."""
         shadow, warp, lanes = accesses.shadow, accesses.warp, accesses.lanes
         if lanes is None:
             return
@@ -477,7 +480,7 @@ class GlobalRaces:
                                  OtherAccess(who, "wrote", line))  # fmt: skip
 
     def _check_released(self, accesses: GlobalAccesses) -> None:
-        """Report what is accessed behind a release by other lanes than those that wrote it."""
+        """Report accesses that are ordered behind a write only by a release of other lanes."""
         shadow, warp, granules = accesses.shadow, accesses.warp, accesses.granules
         marks = shadow.writer[granules]
         loose = self._partial[agent_of(marks & STAMP_MASK)] & (shadow.lanes.met[granules] > 0)
@@ -501,7 +504,7 @@ class GlobalRaces:
                                  OtherAccess(who, "wrote", line))  # fmt: skip
 
     def _check_acquired(self, accesses: GlobalAccesses, marks: Addresses) -> None:
-        """Report accesses of `marks` that only acquires by other lanes of the warp order before."""
+        """Report accesses of `marks` that are ordered before only by acquires of other lanes of the warp."""
         shadow, warp, lanes = accesses.shadow, accesses.warp, accesses.lanes
         if lanes is None or warp.acquires.at != warp.meetings:
             return
@@ -534,7 +537,8 @@ class GlobalRaces:
         return f"{name} of {'the cluster of ' if agents.size > 1 else ''}CTA {self.first_ctas[serial]}"
 
     def release(self, address: int, warp: Accessor, *, ordered: bool) -> None:
-        """A strong write of gpu scope. The flag carries what `warp` has seen; unless `ordered`, what it published."""
+        """A strong write of gpu scope: the flag carries what `warp` has seen or, unless `ordered`, what it has
+        published."""
         grid = warp.clock.grid
         if ordered:
             carried = warp.known()
@@ -545,7 +549,7 @@ class GlobalRaces:
         merge(self.flags.setdefault(address, {}), carried)
 
     def acquire(self, address: int, warp: Accessor, *, ordered: bool) -> None:
-        """A strong read of gpu scope: `warp` knows what the flag carries; unless `ordered`, it only notices it."""
+        """A strong read of gpu scope: `warp` knows what the flag carries or, unless `ordered`, only notices it."""
         found = self.flags.get(address)
         if not found:
             return
@@ -586,7 +590,7 @@ def _late(found: Addresses, warp: Accessor) -> npt.NDArray[np.bool_]:
 
 
 def _outside(here: npt.NDArray[np.bool_], found: Addresses, seen: Epochs) -> npt.NDArray[np.bool_]:
-    """Which of the marks `here`, all of one cluster, lie outside of what is `seen` of that cluster."""
+    """Which of the marks `here`, all of one cluster, lie outside of `seen` of that cluster."""
     late = unordered(np.where(here, found & STAMP_MASK, 0).astype(np.int32), seen)
     return np.zeros(found.shape, np.bool_) if late is None else here & late
 

@@ -1,7 +1,7 @@
-"""What some lanes of a warp have acquired alone, and its other lanes do not know before they meet them.
+"""What only some lanes of a warp have acquired, and the others do not know until they meet those lanes.
 
-The clock of a warp takes over what any of its lanes acquires from a flag. This knows more until the lanes meet next,
-which lanes.py says what counts as.
+The clock of a warp takes over what any of its lanes acquires from a flag. This module keeps lanes apart until they meet
+next; lanes.py says what counts as a meeting.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ class LaneAcquires:
     after: list[tuple[int, Snapshot]] = field(default_factory=list[tuple[int, Snapshot]])
 
     def note(self, lanes: int, meetings: int, before: Snapshot, after: Snapshot) -> None:
-        """`lanes` of a warp that has met `meetings` times have acquired what makes `after` out of `before`."""
+        """Record that `lanes` of a warp that has met `meetings` times have acquired: its knowledge grew from `before`
+        to `after`."""
         if self.at != meetings:
             self.at, self.before, self.after = meetings, before, []
         self.after = [*(one for one in self.after if one[0] & ~lanes), (lanes, after)]
 
     def concern(self, lanes: int) -> bool:
-        """Whether some of `lanes` may not know what their warp knows, which has not met since."""
+        """Whether some of `lanes` may not know what their warp knows. The warp has not met since."""
         return bool(lanes & ~self.after[-1][0])
 
     def unknown(
         self, marks: npt.NDArray[np.int64], lanes: npt.NDArray[np.int64], now: Snapshot
     ) -> npt.NDArray[np.bool_]:
-        """Which of marks [n, k] lanes [n] know by acquires of other lanes alone, where the warp knows `now`."""
+        """Which of marks [n, k] lanes [n] know only by other lanes' acquires, where the warp knows `now`."""
         found = np.zeros(marks.shape, np.bool_)
         for at, lane in enumerate(lanes.tolist()):
             known = next((after for by, after in reversed(self.after) if by >> lane & 1), self.before)

@@ -1,11 +1,11 @@
-"""Which lane of its warp wrote a granule of memory: what nothing but the warp's own convergence orders.
+"""Which lane of its warp wrote a granule of memory, to check what only the warp's own convergence orders.
 
-The lanes of a warp are threads of their own since sm_70. The machine lets them go on together from the first common
-instruction, sooner than silicon must, so that schedules never show a missing bar.warp.sync. Clocks are by warp. This
-tells lanes apart instead: lanes that have not met since a write (no bar.warp.sync, no other instruction that gathers
-lanes but elect.sync, no wait) are not ordered by it. Whatever may order them counts as a meeting, so that what is found
-is found rightly. An arrival of one lane publishes what that lane did, and what others did before they met it (PTX ISA
-8.8): so another warp, which waits for that arrival alone, is not ordered behind the others' later writes.
+The lanes of a warp are independent threads since sm_70. The machine lets them go on together from the first common
+instruction, sooner than silicon must, so schedules never expose a missing bar.warp.sync. Clocks are per warp. This
+module tells lanes apart instead: lanes that have not met since a write (no bar.warp.sync, no other instruction that
+gathers lanes except elect.sync, no wait) are not ordered by it. Whatever may order them counts as a meeting, so that no
+finding is wrong. An arrival of one lane publishes what that lane did, and what others did before they met it (PTX ISA
+8.8). So another warp that waits only for that arrival is not ordered behind the others' later writes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Addresses = npt.NDArray[np.int64]
 
 
 class LaneWrites:
-    """By granule, of its last generic write: `lane`, and `met`, how often its warp had met before.
+    """By granule, about its last generic write: `lane`, and `met`, how often its warp had met before.
 
     `lane` is -1 where all lanes wrote it together (stmatrix). `met` is 0 where it does not matter: no write, a strong
-    one, or one of less than a granule.
+    write, or a write of less than a granule.
     """
 
     def __init__(self, granules: int) -> None:
@@ -31,21 +31,22 @@ class LaneWrites:
         self.met = np.zeros(granules, np.int32)
 
     def note(self, granules: Addresses, lanes: Addresses | None, meetings: int) -> None:
-        """Lanes [n] of a warp that has met `meetings` times wrote granules [n, k]. None: it is not known which."""
+        """Record that lanes [n] of a warp that has met `meetings` times wrote granules [n, k]. None: the lanes are
+        unknown."""
         self.lane[granules] = -1 if lanes is None else lanes[:, None]
         self.met[granules] = meetings
 
     def split(self, times: int) -> None:
-        """Each granule becomes as many as `times`."""
+        """Split each granule into `times` granules."""
         self.lane, self.met = np.repeat(self.lane, times), np.repeat(self.met, times)
 
     def foreign(self, granules: Addresses, lanes: Addresses, meetings: int) -> npt.NDArray[np.bool_]:
-        """Which of granules [n, k] another lane than lanes [n] wrote since the warp met for the `meetings`-th time."""
+        """Which of granules [n, k] were written by another lane than lanes [n] since the warp's meeting number
+        `meetings`."""
         return (self.met[granules] == meetings) & (self.lane[granules] != lanes[:, None])
 
     def loose(self, granules: Addresses, stamps: Stamps, seen: Epochs, releases: LaneReleases) -> npt.NDArray[np.bool_]:
-        """Which of `granules`, last written as `stamps` say, were released by other lanes alone to who has `seen` so
-        much."""
+        """Which of `granules`, last written with `stamps`, were released to the owner of `seen` by other lanes only."""
         agents, epochs = agent_of(stamps), stamps & EPOCH_MASK
         asked = releases.partial[agents] & (self.met[granules] > 0) & (epochs <= seen[agents])
         for at in zip(*np.nonzero(asked), strict=True):

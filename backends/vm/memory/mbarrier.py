@@ -12,7 +12,7 @@ MAX_COUNT = (1 << 20) - 1
 
 
 class Signaller(Protocol):
-    """An asynchronous operation that signals an mbarrier, as far as reports name it."""
+    """An asynchronous operation that signals an mbarrier, with what reports say about it."""
 
     what: str
     kernel: str
@@ -68,7 +68,7 @@ class MBarrier:
         self._check_transactions()
 
     def complete_transactions(self, transactions: int, clock: Clock, by: str) -> None:
-        """Bytes of an asynchronous copy have landed. This may precede the matching expect."""
+        """Count bytes of an asynchronous copy that have landed. This may precede the matching expect."""
         self.transactions -= transactions
         self._check_transactions()
         self.arriving.give(clock)
@@ -76,9 +76,9 @@ class MBarrier:
         self._advance()
 
     def arrive(self, count: int, by: str, *clocks: tuple[Clock, int, bool], drop: bool = False) -> None:
-        """`count` arrivals of the current phase; `drop` also lowers what later phases expect.
+        """Count `count` arrivals of the current phase; `drop` also lowers what later phases expect.
 
-        `clocks`: what they release, each with the rank of the CTA and whether to that CTA only (see Carried).
+        `clocks`: what they release, each with the rank of the CTA and whether only to that CTA (see Carried).
         """
         if count > self.pending:
             raise Fault("mbarrier-misuse", f"{count} arrivals where phase {self.phase} of this mbarrier expects only "
@@ -104,7 +104,7 @@ class MBarrier:
             self.completed, self.arriving = self.arriving, Carried()
 
     def passed(self, parity: int) -> bool:
-        """What `test_wait.parity` answers: the phase of that parity is over, since the current parity differs."""
+        """The result of `test_wait.parity`: the phase of that parity is over, since the current parity differs."""
         return (self.phase & 1) != parity
 
     def state(self) -> str:

@@ -1,4 +1,4 @@
-"""Pieces of one size at many places of a memory: whole elements cost a quarter of what their bytes cost."""
+"""Pieces of one size at many places of a memory: copying whole elements costs a quarter of copying their bytes."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def write_pieces(memory: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], 
 
 
 def _element(memory: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], size: int) -> np.dtype[np.generic] | None:
-    """What to read `memory` as; None if bytes alone will do."""
+    """The element type to read `memory` with; None if only bytes work."""
     element = _ELEMENTS.get(size)
     return None if element is None or memory.size % size or count_nonzero(offsets & size - 1) else element

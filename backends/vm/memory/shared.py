@@ -1,9 +1,9 @@
-"""Shared memory of one CTA: bytes, and for each byte or granule what silicon hides.
+"""Shared memory of one CTA: bytes, and for each byte or granule the state that silicon hides.
 
-That is whether a byte is defined (it is not before it is written, nor while it holds an undefined value), and for each
-4-byte granule who wrote last, who read last (stamps of clocks.py) and whether a bulk copy into it is in flight. Bits
-31..24 of a 32-bit shared address hold the CTA's rank in its cluster. The first 0x400 bytes are reserved (measured on an
-H200, facts.md 0.1).
+The state is whether a byte is defined (it is undefined until written, and while it holds an undefined value), and for
+each 4-byte granule who wrote last, who read last (stamps of clocks.py) and whether a bulk copy into it is in flight.
+Bits 31..24 of a 32-bit shared address hold the CTA's rank in its cluster. The first 0x400 bytes are reserved (measured
+on an H200, facts.md 0.1).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ MBARRIER = -1
 RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 MAX_DYNAMIC = 232448
-"""Bytes of dynamic shared memory that a block may have on sm_90 and sm_100 (facts.md 0.1)."""
+"""Bytes of dynamic shared memory that a CTA may have on sm_90 and sm_100 (facts.md 0.1)."""
 
 
-# To make arrays for readings takes long; most of them stay all but empty.
+# Reused, because making arrays for readings is slow; most of them stay all but empty.
 _SPARE_READINGS: dict[int, list[npt.NDArray[np.int32]]] = {}
 _MAX_SIZES, _MAX_SPARE = 8, 32
 
@@ -54,12 +54,12 @@ _MAX_SIZES, _MAX_SPARE = 8, 32
 class SharedMemory:
     """`size` bytes from offset 0, the reserved 0x400 included. Offsets below are addresses without rank bits.
 
-    `contested` granules hold bytes of several generic writers that nothing orders. Order among those is not judged.
-    `readers` holds readers besides the last: by agent, int32 epochs and PTX lines [2, granules]. `many_readers` has
-    those granules.
-    `unfenced_overwrites` counts bulk copies over what threads have read with no proxy fence in between. `allocs`: PTX
-    lines of tcgen05.alloc, whose one word counts as such a read when a copy overwrites it. `lanes`: kept for those who
-    collect. `place`: as machine code finds this memory; None where somebody looks at each access.
+    `contested` granules hold bytes of several generic writers that nothing orders. Order among these writers is not
+    judged. `readers` holds readers other than the last: by agent, int32 epochs and PTX lines [2, granules].
+    `many_readers` marks those granules. `unfenced_overwrites` counts bulk copies over what threads have read with no
+    proxy fence in between. `allocs`: PTX lines of tcgen05.alloc, whose result word counts as such a read when a copy
+    overwrites it. `lanes`: the last writing lane of each granule. `place`: this memory for compiled code; None when an
+    observer wants every access.
     """
 
     def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
@@ -91,7 +91,8 @@ class SharedMemory:
         )  # fmt: skip
 
     def check(self, offsets: Addresses, size: int, access: str) -> None:
-        """Fault unless every access of `size` bytes lies inside this CTA's shared memory and is aligned to it."""
+        """Raise Fault unless every access of `size` bytes is inside this CTA's shared memory and aligned to its
+        size."""
         bad = (offsets < RESERVED) | (offsets + size > self.size) | (offsets & (size - 1) != 0)
         if count_nonzero(bad):
             lane = int(np.flatnonzero(bad)[0])
@@ -103,7 +104,7 @@ class SharedMemory:
                         f"from {RESERVED:#x} to {self.size:#x}", lane=lane, address=at)  # fmt: skip
 
     def check_region(self, offset: int, size: int, access: str) -> None:
-        """Fault unless `size` bytes at `offset` are inside and aligned to their size."""
+        """Raise Fault unless `size` bytes at `offset` are inside and aligned to their size."""
         self.check(np.array([offset], np.int64), size, access)
 
     def load(
@@ -111,7 +112,7 @@ class SharedMemory:
     ) -> tuple[Bytes, Mask | None]:
         """Generic-proxy read of uint8 [n, size], and which of its bytes are undefined (None: none).
 
-        Checks bulk copies in flight and races. `strong` accesses (atomics, volatile, relaxed and up) race with nobody.
+        Checks bulk copies in flight and races. `strong` accesses (atomics, volatile, relaxed and up) race with nothing.
         """
         self.check(offsets, size, "load")
         index = offsets[:, None] + np.arange(size)
@@ -125,8 +126,11 @@ class SharedMemory:
         return self.data[index], None if count_nonzero(defined) == defined.size else ~defined
 
     def check_lanes(self, offsets: Addresses, size: int, lanes: Addresses, by: tuple[int, int], action: str) -> None:
-        """Report what other lanes of the same warp wrote since the warp met last, before `lanes` [n] reach `size` bytes
-        at each of `offsets` [n]. `by`: the warp's agent, and how often it has met."""
+        """Report what other lanes of the same warp wrote since they last met, before `lanes` [n] access `size` bytes at
+        `offsets`.
+
+        `offsets` is [n]. `by`: the warp's agent, and how often it has met.
+        """
         if lanes.size != offsets.size:
             return  # ldmatrix, which gathers the lanes
         agent, meetings = by
@@ -145,26 +149,28 @@ class SharedMemory:
                          address=4 * granule, other=OtherAccess(who, "wrote", line)))  # fmt: skip
 
     def note_lanes(self, offsets: Addresses, size: int, lanes: Addresses, meetings: int) -> None:
-        """After a store of `size` bytes at each of `offsets`: by `lanes` [n], or by all together if these are others
-        than who gave the offsets, of a warp that has met `meetings` times."""
+        """Record a store of `size` bytes at each of `offsets` by `lanes` [n] of a warp that has met `meetings` times.
+
+        If the counts of lanes and offsets differ, all lanes stored together.
+        """
         granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
         self.lanes.note(granules, lanes if lanes.size == offsets.size else None, meetings if size >= 4 else 0)
 
     def undefine(self, offsets: Addresses, missing: Mask, origin: Origin) -> None:
-        """An undefined value of `origin` was stored at `offsets` [n]: the bytes `missing` [n, size] of it."""
+        """Mark the bytes `missing` [n, size] at `offsets` [n] undefined: a value of `origin` was stored there."""
         at = (offsets[:, None] + np.arange(missing.shape[1]))[missing]
         self.defined[at] = False
         self.sources.note(at >> 2, origin)
 
     def origin_of(self, offset: int, line: int) -> Origin:
-        """Where the undefined byte at `offset`, which PTX `line` reads, comes from."""
+        """The origin of the undefined byte at `offset`, which PTX `line` reads."""
         known = self.sources.by_unit.get(offset >> 2)
         if known is None:
             known = Origin("uninitialised-shared", f"byte {offset:#x} of shared memory, which was never written")
         return known.read_at(line)
 
     def missing(self, offsets: Addresses, size: int) -> Missing | None:
-        """The undefined ones of `size` bytes at each of `offsets` [n]."""
+        """The undefined bytes among `size` at each of `offsets` [n]."""
         hidden = ~self.defined[offsets[:, None] + np.arange(size)]
         if not count_nonzero(hidden):
             return None
@@ -172,7 +178,7 @@ class SharedMemory:
         return Missing(hidden, self.origin_of(int(offsets[piece]) + byte, 0))
 
     def first_origin(self, granules: Granules, line: int) -> Origin:
-        """Where the first undefined byte of some 4-byte granules, which PTX `line` reads, comes from."""
+        """The origin of the first undefined byte of some 4-byte granules, which PTX `line` reads."""
         granule = int(granules[self.defined.view(np.uint32)[granules] != WHOLE][0])
         return self.origin_of(4 * granule + int((~self.defined[4 * granule :][:4]).argmax()), line)
 
@@ -181,7 +187,7 @@ class SharedMemory:
     ) -> None:
         """Generic-proxy write of uint8 [n, size] at each offset. Where lanes collide the highest lane wins.
 
-        A `strong` one races with no write, but with weak reads: both must be strong (PTX ISA 8.7.1).
+        A `strong` write races with no write, but with weak reads: both must be strong (PTX ISA 8.7.1).
         """
         size = values.shape[1]
         self.check(offsets, size, "store")
@@ -202,9 +208,9 @@ class SharedMemory:
         self.writer_line[granules] = line
 
     def _check_neighbours(self, granules: Granules, clock: Clock) -> None:
-        """Checks of a store of less than a granule, whose other bytes may rightly belong to another warp.
+        """Check a store of less than a granule. The granule's other bytes may legitimately belong to another warp.
 
-        Only copies and the tensor core count: they take whole granules. The granule becomes contested.
+        So only copies and the tensor core count, because they access whole granules. The granule becomes contested.
         """
         for stamps, action in ((self.writer, "overwritten"), (self.reader, "overwritten")):
             found = stamps[granules]
@@ -217,7 +223,7 @@ class SharedMemory:
             self.contested[granules] |= late
 
     def _check_idle(self, granules: Granules, action: str) -> bool:
-        """Whether a copy into one of `granules` is in flight. It has been reported then."""
+        """Report a copy in flight into one of `granules`. Returns whether there is one."""
         busy = self.in_flight[granules]
         if not count_nonzero(busy):
             return False
@@ -240,7 +246,7 @@ class SharedMemory:
                 self._race(granules, late, self.writer, action)
 
     def _check_released(self, granules: Granules, clock: Clock, action: str) -> None:
-        """Report what lanes wrote that only releases of their neighbours order before."""
+        """Report writes of lanes that are ordered before only by releases of other lanes."""
         loose = self.lanes.loose(granules, self.writer[granules], clock.seen, self.agents.releases)
         for at, granule, line in list(_one_a_line(granules, loose, self.writer_line)):
             by_lane, agent = int(self.lanes.lane[granule]), agent_of(int(self.writer[granule]))
@@ -250,10 +256,10 @@ class SharedMemory:
                          lane=at, address=4 * granule, other=OtherAccess(who, "wrote", line)))  # fmt: skip
 
     def _check_overwritten(self, granules: Granules, clock: Clock, before: Bytes, after: Bytes) -> None:
-        """As _check_writers, but for threads that write the value that another one wrote, in whole granules.
+        """As _check_writers, but allows threads to write the value that is there already, in whole granules.
 
-        Races between writes of one size are defined (PTX ISA 8.7.2), and such a one has one outcome: Triton's
-        replicated layouts and nvcc's hoisted initialisations rely on it.
+        Races between writes of one size are defined (PTX ISA 8.7.2), and if the values are equal, so is the outcome.
+        Triton's replicated layouts and nvcc's hoisted initialisations rely on it.
         """
         late = unordered(self.writer[granules], clock.seen)
         if late is None:
@@ -282,7 +288,7 @@ class SharedMemory:
         """Keep the last reader in `reader`. An earlier one that nothing orders before it moves to `readers`."""
         found = self.reader[granules]
         late = unordered(found, clock.seen)
-        # The four warps of a wgmma read as one.
+        # The four warps of a wgmma read under one stamp.
         if late is not None and count_nonzero(late := late & (found != stamp)):
             at, kept = granules[late], found[late]
             by = agent_of(kept)
@@ -295,8 +301,8 @@ class SharedMemory:
         self.reader_line[granules] = self.agents.line()
 
     def keep_readings_of(self, agent: int) -> npt.NDArray[np.int32]:
-        """Where readings of an agent that was not the last reader are kept, made on first use; machine code finds it
-        too."""
+        """Where the readings of an agent that was not the last reader are kept. Made on first use, and registered for
+        machine code."""
         if agent not in self.readers:
             known, spare = len(self.readers), _SPARE_READINGS.get(self.reader.size)
             kept = spare.pop() if spare else np.zeros((2, self.reader.size), np.int32)
@@ -306,8 +312,10 @@ class SharedMemory:
         return self.readers[agent]
 
     def give_readings_back(self) -> None:
-        """This memory has ended: others take the places of its readings, empty ones. Readings are kept of the granules
-        of `many_readers` alone."""
+        """Clear the arrays of readings and hand them to memories made later. Called when this memory has ended.
+
+        Only granules in `many_readers` have readings to clear.
+        """
         if not self.readers:
             return
         if len(_SPARE_READINGS) > _MAX_SIZES:
@@ -319,7 +327,7 @@ class SharedMemory:
         self.readers = {}
 
     def _race(self, granules: Granules, late: npt.NDArray[np.bool_], stamps: Stamps, action: str) -> None:
-        """Report that `late` granules are reached too early, once for each line that the other access has."""
+        """Report that `late` granules are accessed too early, once per line of the other access."""
         wrote = stamps is self.writer
         lines = self.writer_line if wrote else self.reader_line
         for lane, at, line in _one_a_line(granules, late, lines):
@@ -344,7 +352,7 @@ class SharedMemory:
                         address=4 * at)  # fmt: skip
 
     def _check_fenced(self, granules: Granules, clock: Clock, what: str, relied: Set[int]) -> None:
-        """Report what was written with no proxy fence since. `relied`: lines whose writes kernels do not fence.
+        """Report writes with no proxy fence since. `relied`: lines whose writes kernels do not fence.
 
         A write that nothing orders before is left to _check_writers: no fence would help.
         """
@@ -369,7 +377,7 @@ class SharedMemory:
     def _quickly(
         self, deed: Deed, granules: Granules, clock: Clock | None, stamp: int, line: int, *, generic: bool = False
     ) -> int:
-        """What the machine code answers. After NO nothing has been done."""
+        """Run the machine code and return its answer. After NO, nothing has been done."""
         perform = None if self.place is None else compiled_granules.wanted(deed)
         if self.place is None or perform is None or not granules.flags.c_contiguous:
             return NO
@@ -382,9 +390,9 @@ class SharedMemory:
         return answer
 
     def async_read(self, granules: Granules, clock: Clock, stamp: int, what: str) -> bool:
-        """Checks before the asynchronous proxy (TMA store, MMA operand) reads whole 4-byte `granules`.
+        """Check and mark a read of whole 4-byte `granules` by the asynchronous proxy (TMA store, MMA operand).
 
-        Whether all of them are defined.
+        Returns whether all of them are defined.
         """
         line = self.agents.line()
         answer = self._quickly("read", granules, clock, stamp, line)
@@ -402,7 +410,7 @@ class SharedMemory:
     def async_write_begins(
         self, granules: Granules, clock: Clock, line: int, what: str, *, generic: bool = False
     ) -> None:
-        """A copy into `granules` is issued. Earlier readers and writers must be ordered before it.
+        """Begin a copy into `granules` at its issue. Earlier readers and writers must be ordered before it.
 
         `generic`: cp.async and st.async write through the generic proxy and so need no proxy fence.
         """
@@ -422,8 +430,8 @@ class SharedMemory:
     def _count_unfenced_readers(self, granules: Granules, clock: Clock) -> None:
         """Count a bulk copy over what threads have read with no proxy fence in between.
 
-        The ISA orders the two proxies by such a fence only. CUTLASS's and Triton's pipelines leave it out, so that a
-        judged row counts it alone.
+        Only such a fence orders the two proxies in the ISA. CUTLASS's and Triton's pipelines leave it out, so a judged
+        row only counts it.
         """
         found = self.reader[granules]
         late = unordered(found, clock.fenced)
@@ -443,7 +451,7 @@ class SharedMemory:
                      other=OtherAccess(who, did, line)))  # fmt: skip
 
     def async_write_ends(self, granules: Granules, stamp: int, line: int) -> None:
-        """The bulk copy into `granules` has landed."""
+        """End a bulk copy into `granules`: it has landed."""
         if self._quickly("write ends", granules, None, stamp, line) != NO:
             return
         self.in_flight[granules] = 0
@@ -461,7 +469,7 @@ def _granules(index: Addresses) -> Granules:
 def _one_a_line(
     granules: Granules, bad: npt.NDArray[np.bool_], lines: npt.NDArray[np.int32]
 ) -> Iterator[tuple[int | None, int, int]]:
-    """Lane (of [lanes, granules]; None for a flat list), granule and line of the first bad one of each line."""
+    """For each line, its first bad access: lane (of [lanes, granules]; None for a flat list), granule and line."""
     where, at = np.argwhere(bad), granules[bad]
     _, firsts = np.unique(lines[at], return_index=True)
     for first in sorted(firsts.tolist()):
@@ -471,8 +479,8 @@ def _one_a_line(
 def wavefronts(offsets: npt.NDArray[np.int64], size: int) -> tuple[int, int]:
     """Fewest possible and actual passes over the 32 banks for lanes that access `size` bytes at `offsets` (bytes).
 
-    Lanes are served in groups of 128 bytes: all lanes, half warps or quarter warps. Within a group every bank gives one
-    4-byte word a pass, and lanes that want the same word share it.
+    Lanes are served in groups of 128 bytes: all lanes, half warps or quarter warps. Within a group every bank delivers
+    one 4-byte word per pass, and lanes that want the same word share it.
     """
     words = offsets >> 2
     return _wavefronts((words - words[0]).tobytes(), max(size // 4, 1))
@@ -480,7 +488,7 @@ def wavefronts(offsets: npt.NDArray[np.int64], size: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def _wavefronts(relative: bytes, words_per_lane: int) -> tuple[int, int]:
-    """By the words of the lanes, int64, from the first one on: moving all turns the banks alike."""
+    """Cached by the words of the lanes, int64, relative to the first: shifting all of them only rotates the banks."""
     first = np.frombuffer(relative, np.int64)
     lanes = BANKS // words_per_lane
     taken = groups = 0

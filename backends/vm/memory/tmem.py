@@ -1,9 +1,9 @@
 """Tensor memory of one CTA: 128 lanes x 512 columns x 32 bit, its allocations and who touched what (PTX ISA 9.7.16.1).
 
-Cells carry the same stamps as shared memory. A `tcgen05.st` stays pending until its warp's `tcgen05.wait::st`, for that
-warp too. A wait for a commit after an MMA makes visible what the MMA wrote. A `tcgen05.ld` fills its registers at once,
-since a register dependence needs no wait. But it may read its cells until it has ended (backends.vm.bind.flow),
-and nobody may overwrite them before (PTX ISA 9.7.16.6.4.5).
+Cells carry the same stamps as shared memory. A `tcgen05.st` stays pending until its warp's `tcgen05.wait::st`, even for
+that warp. A wait for a commit after an MMA makes visible what the MMA wrote. A `tcgen05.ld` fills its registers at
+once, since a register dependence needs no wait. But it may read its cells until it has ended (backends.vm.bind.flow),
+and they must not be overwritten before (PTX ISA 9.7.16.6.4.5).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ALL = np.uint32(0xFFFFFFFF)
 
 @dataclass(slots=True)
 class Allocation:
-    """Columns `first` .. `first + columns - 1`, given out at PTX line `line`."""
+    """Columns `first` .. `first + columns - 1`, allocated at PTX line `line`."""
 
     first: int
     columns: int
@@ -49,7 +49,7 @@ class Allocation:
 class Meeting:
     """A collective instruction of a CTA pair.
 
-    Both must give the same `arguments`. `ranks` have come. `first` is the first column that an alloc has been given.
+    Both CTAs must give the same `arguments`. `ranks` have arrived. `first` is the first column that an alloc was given.
     """
 
     what: str
@@ -62,14 +62,14 @@ class Meeting:
 class TensorMemory:
     """All of a CTA's tensor memory. Indices are (lanes, columns) arrays that broadcast against each other.
 
-    `defined` says of each cell whether all its bits are, once the operations issued so far have ended; `hidden` has the
-    undefined bits of the others, None for all of them. `sources` are by column.
+    `defined` says of each cell whether all its bits are defined once the operations issued so far have ended; `hidden`
+    has the undefined bits of the other cells, None for all of them. `sources` are by column.
 
-    `cta_group` is that of the tcgen05 instructions so far, 0 before the first. `collectives` counts those that the CTA
-    has executed as one of a pair; the even CTA keeps `meetings`, those of the pair by number. `loading` holds the PTX
-    line of a tcgen05.ld that may still read the cell: negative once one of its registers has been used, 0 after its
-    wait. `unwaited_overwrites` counts the writes to cells where it was negative. `closed`: by column, the line of a
-    dealloc that one CTA of the pair has executed.
+    `cta_group` is the group of the tcgen05 instructions so far, 0 before the first. `collectives` counts those that the
+    CTA has executed as one of a pair; the even CTA keeps the pair's `meetings`, by number. `loading` holds the PTX line
+    of a tcgen05.ld that may still read the cell: negative once one of its registers has been used, 0 after its wait.
+    `unwaited_overwrites` counts the writes to cells where it was negative. `closed`: by column, the line of a dealloc
+    that one CTA of the pair has executed.
     """
 
     agents: Agents
@@ -94,14 +94,14 @@ class TensorMemory:
     smallest: int = COLUMNS
 
     def find_free(self, columns: int) -> int | None:
-        """First column of a free run of `columns`, aligned to it, or None while there is none."""
+        """First column of a free run of `columns`, aligned to that number, or None while there is none."""
         for first in range(0, COLUMNS, columns):
             if not count_nonzero(self.owned[first : first + columns]):
                 return first
         return None
 
     def allocate(self, first: int, columns: int, line: int) -> None:
-        """Give out columns. The count is a power of two in 32..512, at most that of the allocation before."""
+        """Allocate columns. The count is a power of two in 32..512, at most that of the allocation before."""
         if columns > self.smallest:
             raise Fault("tmem-alloc", f"{columns} columns asked for after an allocation of {self.smallest}: the count "
                         "may not grow from one allocation of a CTA to the next")  # fmt: skip
@@ -111,10 +111,11 @@ class TensorMemory:
         self.peak_columns = max(self.peak_columns, int(self.owned.sum()))
 
     def close(self, address: int, columns: int, clock: Clock, line: int) -> None:
-        """A CTA of the pair executes the dealloc of an allocation, PTX `line`, with what `clock` has seen.
+        """Record that a CTA of the pair executes the dealloc of an allocation, at PTX `line`, with what `clock` has
+        seen.
 
-        With cta_group::2 it gives the columns of both CTAs back, and the ISA does not say that it waits for the other
-        CTA (9.7.16.7.1, Table 48): whatever either of them does there must come before.
+        With cta_group::2 it frees the columns of both CTAs, and the ISA does not say that it waits for the other CTA
+        (9.7.16.7.1, Table 48): all accesses by either CTA must come before.
         """
         first = address & 0xFFFF
         if any((one.first, one.columns) == (first, columns) for one in self.allocations):
@@ -127,7 +128,8 @@ class TensorMemory:
         self._check_loaded(cells, "tcgen05.dealloc frees")
 
     def free(self, address: int, columns: int, clock: Clock) -> None:
-        """Take an allocation back. Address and size must be those given out, and all accesses ordered before."""
+        """Free an allocation. Address and size must be those of the allocation, and all accesses must be ordered
+        before."""
         for allocation in self.allocations:
             if allocation.first == address & 0xFFFF and allocation.columns == columns and address >> 16 == 0:
                 cells = slice(0, LANES), slice(allocation.first, allocation.first + columns)
@@ -165,7 +167,7 @@ class TensorMemory:
                          address=column, other=OtherAccess("a CTA of the pair", "gives it back", line)))  # fmt: skip
 
     def read(self, index: Index, clock: Clock, stamp: int, action: str) -> bool:
-        """Check ownership and order of a read of the cells at `index`. Whether all of them are defined."""
+        """Check ownership and order of a read of the cells at `index`. Returns whether all of them are defined."""
         self._check_owned(index, action)
         self._check_order(index, self.writer, clock, action, "wrote")
         self.reader[index] = stamp
@@ -179,14 +181,14 @@ class TensorMemory:
         return np.where(self.defined, np.uint32(0), ALL if self.hidden is None else self.hidden)
 
     def undefine(self, bits: Words, origin: Origin) -> None:
-        """From now on every cell has these undefined bits, uint32 [128, 512]; those that it has not had before come
-        from `origin`."""
+        """Set the undefined bits of every cell, uint32 [128, 512]. Bits that were not undefined before come from
+        `origin`."""
         new = (bits != 0) & (self.defined if self.hidden is None else self.defined | (bits != self.hidden))
         self.sources.note(np.flatnonzero(new.any(axis=0)), origin)
         self.defined, self.hidden = bits == 0, bits
 
     def origin_of(self, index: Index, line: int) -> Origin:
-        """Where the first undefined cell of those at `index`, which PTX `line` reads, comes from."""
+        """The origin of the first undefined cell at `index`, which PTX `line` reads."""
         lane, column = self._first(index, ~self.defined[index])
         known = self.sources.by_unit.get(column)
         if known is None:
@@ -197,9 +199,9 @@ class TensorMemory:
     def begin_write(
         self, index: Index, clock: Clock, stamp: int, line: int, action: str, own: int | None = None
     ) -> None:
-        """Everything of a write but the data, for an MMA at its issue: its result comes later.
+        """Check and mark a write. For an MMA this happens at its issue: the data comes later.
 
-        `own`: the agent that writes, which may overwrite its own pending writes.
+        `own`: the writing agent, which may overwrite its own pending writes.
         """
         self._check_owned(index, action)
         self._check_order(index, self.writer, clock, action, "wrote", own)
@@ -218,10 +220,11 @@ class TensorMemory:
         return late is not None and int(count_nonzero(late & (agent_of(found) == agent))) > 0
 
     def check_pipelined(self, index: Index, reads: int, writes: int, ended: int) -> None:
-        """Before an mma with these stamps writes: report what the tensor core reads there for an mma of another
-        accumulator, whose end its issuer has not seen (`ended`: the last that it has).
+        """Report what the tensor core still reads, for an mma of another accumulator, where an mma with these stamps
+        will write.
 
-        The ISA orders MMAs of one accumulator (9.7.16.6.2): such a one reads what it writes, or comes before who does.
+        `ended`: the last mma whose end its issuer has seen. The ISA orders MMAs of one accumulator (9.7.16.6.2): such
+        an mma reads what it writes, or comes before the writer.
         """
         found, wrote = self.reader[index], self.writer[index]
         late = (agent_of(found) == agent_of(reads)) & ((found & EPOCH_MASK) > ended)
@@ -268,11 +271,11 @@ class TensorMemory:
     def _check_tensor_fences(self, index: Index, stamps: Stamps, clock: Clock, stamp: int, action: str) -> None:
         """Report accesses of others that are ordered before this one, but not by tcgen05.fence (PTX ISA 9.7.16.6.3).
 
-        A commit has the fence before the synchronisation built in, and MMAs follow each other without any. What a warp
-        itself did comes before what it issues.
+        A commit includes the fence before the synchronisation, and MMAs need none between them. A warp's own accesses
+        come before what it issues.
         """
         found, own, engines = stamps[index], agent_of(stamp), self.agents.first_engine
-        # The quick answer for what one operation did: all stamps are the same one.
+        # Fast path for the stamps of a single operation, which are all the same.
         head, issuer = found.item(0), self.agents.acting()
         if agent_of(head) == issuer and not count_nonzero(found != head):
             return
@@ -294,7 +297,7 @@ class TensorMemory:
                 self._report_unfenced(index, late, stamps, action, "no tcgen05.fence::before_thread_sync before")
 
     def _is_fenced(self, stamp: int, clock: Clock, own: int) -> bool:
-        """Whether tcgen05.fence, or the pipeline, orders what left `stamp` before what agent `own` does next."""
+        """Whether tcgen05.fence, or the pipeline, orders the access with `stamp` before what agent `own` does next."""
         agent, epoch, engines = agent_of(stamp), stamp & EPOCH_MASK, self.agents.first_engine
         if not stamp or agent == own or (own >= engines and agent >= engines) or epoch > clock.seen[agent]:
             return True
@@ -334,13 +337,13 @@ class TensorMemory:
         self.loading[index] = 0
 
     def load_begins(self, index: Index, clock: Clock, stamp: int, line: int) -> bool:
-        """A tcgen05.ld of PTX `line`: checks as of a read. The cells are being read until `loads_complete`."""
+        """Begin a tcgen05.ld of PTX `line`, checked as a read. Its cells are being read until `loads_complete`."""
         defined = self.read(index, clock, stamp, "tcgen05.ld reads")
         self.loading[index] = line
         return defined
 
     def load_used(self, cells: list[Index], line: int) -> None:
-        """A register that the tcgen05.ld of PTX `line` loads from `cells` has been used."""
+        """Record that a register that the tcgen05.ld of PTX `line` loads from `cells` has been used."""
         for index in cells:
             lines = self.loading[index]
             self.loading[index] = np.where(lines == line, np.int32(-line), lines)
