@@ -141,8 +141,8 @@ class Warpgroup:
     )
 
     def issue(self, warp: Warp, line: int, descriptors: tuple[int, ...]) -> tuple[Part, int]:
-        """Record that `warp` issues its next multiplication. Returns its part, and the serial number that all four shares
-        have.
+        """Record that `warp` issues its next multiplication. Returns its part and the serial number shared by all four
+        parts.
 
         Raises Fault if another warp of the group issued a different one.
         """
@@ -227,7 +227,7 @@ class RegisterPool:
                         f"{self.held[warp]}: .dec only gives back")  # fmt: skip
 
     def resize(self, warp: int, one: Resize) -> None:
-        """Record that `warp` executes `one`. Reports a warp of its warpgroup that executed a different one in its place.
+        """Record that `warp` executes `one`. Reports another one in its place, executed by a warp of its warpgroup.
 
         The launch goes on: a warp has the registers that it asked for, whatever its neighbours have.
         """

@@ -186,7 +186,7 @@ class MemoryCode:
 
     @contextmanager
     def _kept_readers(self) -> Iterator[tuple[Any, Any]]:
-        """For each agent of which readings are kept: its number, and where they lie."""
+        """For each agent with kept readings: its number, and the address of its readings."""
         b, readers = self.b, self._pointer("readers")
         count = self.at(readers, 0, I64)
         with b.if_then(b.icmp_signed(">", count, number(0))), self._each(number(0), b.sub(count, number(1))) as i:

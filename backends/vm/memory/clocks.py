@@ -174,7 +174,7 @@ class GridClock:
     """What a clock knows of other clusters.
 
     `known` is ordered before; of the own cluster it holds only what the asynchronous proxy sees. `published` is what
-    fences have covered, the own cluster included. `noticed` was found by relaxed accesses and is known after the next
+    fences have covered, the own cluster included. `noticed` was found by relaxed accesses and becomes known at the next
     fence.
     """
 
@@ -211,8 +211,8 @@ class GridClock:
 class Clock:
     """The pair of vector clocks that an agent or a barrier carries; arrays of shape [agents].
 
-    `grid` tells of other clusters; it is None until a flag in global memory or a fence of gpu scope matters. `tensor`
-    is what `seen` was at the last tcgen05.fence::after_thread_sync of a warp whose findings are collected.
+    `grid` covers other clusters; it is None until a flag in global memory or a fence of gpu scope matters. `tensor` is
+    `seen` as of the last tcgen05.fence::after_thread_sync, for a warp whose findings are collected.
     """
 
     seen: Epochs
@@ -270,11 +270,12 @@ ANYONE = -1
 
 @dataclass(slots=True)
 class Carried:
-    """What arrivals at a place have brought, by rank of their CTA and whether they release to that CTA only (`.cta`).
+    """The clocks that arrivals at a place have brought, by rank of their CTA and whether they release only to that CTA
+    (`.cta`).
 
-    A release of scope .cta orders nothing for another CTA, and an acquire of that scope takes nothing of another CTA's
-    (PTX ISA 8.7.1, morally strong operations: the scope of each has the other's thread). Where the text names no scope,
-    CUTLASS and Triton mean the cluster, though the ISA's default is the CTA: it counts as the cluster here.
+    A release of scope .cta orders nothing for another CTA, and an acquire of that scope takes nothing from another CTA
+    (PTX ISA 8.7.1, morally strong operations: each scope must include the other's thread). Where the text names no
+    scope, CUTLASS and Triton mean the cluster, though the ISA's default is the CTA: it counts as the cluster here.
     """
 
     parts: dict[tuple[int, bool], Clock] = field(default_factory=dict[tuple[int, bool], Clock])

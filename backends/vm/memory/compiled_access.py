@@ -301,7 +301,7 @@ class _Access(MemoryCode):
 
     @contextmanager
     def _granules(self, at: Any) -> Iterator[Any]:
-        """For each granule of the bytes of a lane. Buffers that nobody may write have none."""
+        """For each granule of a lane's bytes. Read-only buffers have none."""
         b, size = self.b, self.kind.size
         if self.shared:
             first, last = b.ashr(at, number(2)), b.ashr(b.add(at, number(size - 1)), number(2))

@@ -40,7 +40,7 @@ that is no warp. Returns NO, or whether a byte is undefined."""
 
 @cache
 def performer(deed: Deed) -> Perform:
-    """The machine code of all that do this."""
+    """The machine code for a deed."""
     return callable_of(lambda function: _GranuleAccess(deed, function).emit(), 4, 4)
 
 

@@ -34,10 +34,10 @@ HEAP_BYTES = 8 << 20
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """A named stretch of global memory; `data` is the host's own memory, uint8 [size].
+    """A named range of global memory; `data` is the host's own memory, uint8 [size].
 
-    `state` uint8 [size] says of each byte whether it is defined (NEVER, DEFINED, HIDDEN). None: all bytes are.
-    `scratch`: a workspace, of which nobody looks at what a launch leaves. `place`: as machine code has found it last.
+    `state` uint8 [size] is the state of each byte (NEVER, DEFINED, HIDDEN). None: all bytes are defined. `scratch`: a
+    workspace, whose contents nobody reads after a launch. `place`: the last one made for machine code.
     """
 
     name: str

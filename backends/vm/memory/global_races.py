@@ -176,7 +176,7 @@ class Accessor(Protocol):
 class Shadow:
     """Marks of one buffer; granule i holds 2 ** shift bytes from base + (i << shift).
 
-    `line` and `lanes`: of the last write; `read_line`: of the last read.
+    `line` and `lanes` describe the last write; `read_line` the last read.
     """
 
     base: int
@@ -418,7 +418,7 @@ class GlobalRaces:
     ) -> None:
         """Check a copy for `warp` that reads `size` bytes at each address.
 
-        Skipped unless all lie in one buffer, because then the copy itself fails.
+        Skipped if they do not all lie in one buffer, because the copy itself fails there.
         """
         buffer = memory.holding(int(addresses[0]))
         if buffer is not None and buffer.writable and _inside(buffer, addresses, size):

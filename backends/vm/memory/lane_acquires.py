@@ -16,8 +16,8 @@ from backends.vm.memory.clocks import Snapshot, parts_of, seen_of
 
 @dataclass(slots=True)
 class LaneAcquires:
-    """Since a warp has met for the `at`-th time: what it knew `before` any lanes acquired alone, and after each time,
-    with these lanes as bits. Of a lane its last acquire counts."""
+    """Acquires by some lanes since a warp's meeting number `at`: what it knew `before` the first, and after each of
+    them with the acquiring lanes as bits. For each lane only its last acquire counts."""
 
     at: int = 0
     before: Snapshot = field(default_factory=Snapshot)

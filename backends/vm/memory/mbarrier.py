@@ -25,11 +25,11 @@ class Signaller(Protocol):
 class MBarrier:
     """One mbarrier at `offset` of a CTA's shared memory.
 
-    `arriving` has the clocks of the arrivals of the current phase, `completed` those of the phase before; a successful
-    wait acquires these (PTX ISA 9.7.13.15.16: what came before the arrivals of the completed phase). `phase` counts
-    completed phases: its lowest bit is the parity. Agent `creator` initialised it in its epoch `created`. Copies that
-    signal it are agent `copy_agent`; `last_copy` is the latest. `line`: of its initialisation.
-    `announced`: its creator has executed fence.mbarrier_init since.
+    `arriving` has the clocks of the arrivals of the current phase, `completed` the clocks of the phase before; a
+    successful wait acquires these (PTX ISA 9.7.13.15.16: what came before the arrivals of the completed phase). `phase`
+    counts completed phases: its lowest bit is the parity. Agent `creator` initialised it in its epoch `created`, at PTX
+    `line`. Copies that signal it are agent `copy_agent`; `last_copy` is the latest. `announced`: its creator has
+    executed fence.mbarrier_init since.
     """
 
     offset: int

@@ -208,9 +208,9 @@ class SharedMemory:
         self.writer_line[granules] = line
 
     def _check_neighbours(self, granules: Granules, clock: Clock) -> None:
-        """Check a store of less than a granule. The granule's other bytes may legitimately belong to another warp.
+        """Check a store of less than a granule, whose other bytes may legitimately belong to another warp.
 
-        So only copies and the tensor core count, because they access whole granules. The granule becomes contested.
+        Only copies and the tensor core count here, because they access whole granules. The granule becomes contested.
         """
         for stamps, action in ((self.writer, "overwritten"), (self.reader, "overwritten")):
             found = stamps[granules]
