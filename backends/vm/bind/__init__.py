@@ -1,1 +1,1 @@
-"""A syntax tree to code that a machine runs; knows no instruction itself, the families of isa register here."""
+"""Turns a syntax tree into code that a machine runs; knows no instruction itself, the families of isa register here."""

@@ -1,7 +1,7 @@
 """Where an instruction exists: the targets and PTX versions that have it, and mixtures of modifiers that no target has.
 
-FEATURES and the rules below say what ptxas 13.5 takes, as the table results/acceptance.md records; a test holds them to
-it. A form says what its words mean; this file says whether an assembler would have let them through.
+FEATURES and the rules below match what ptxas 13.5 accepts, as recorded in results/acceptance.md; a test holds them to
+it. A form says what its words mean; this file says whether an assembler would have accepted them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ OLDEST: Version = (1, 0)
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Instructions whose dotted spelling matches `pattern` from its beginning on.
+    """Instructions whose dotted spelling starts with a match of `pattern`.
 
-    `since` is the first architecture that has it, as 90 for sm_90; `specific`: of that and the later ones, the targets
-    of one architecture (sm_100a) and of a family (sm_100f), not those whose code runs on all later ones (sm_100).
-    `only` names all targets that have it, if that says too much. `version` is the first PTX version with it.
-    `operands`: only with so many of them.
+    `since` is the first architecture that has it, as 90 for sm_90. `specific`: from there on it needs a target of one
+    architecture (sm_100a) or of a family (sm_100f); a target whose code runs on all later ones (sm_100) does not have
+    it. `only` lists all targets that have it, where `since` would include too many. `version` is the first PTX version
+    with it. `operands`: it applies only with this number of operands.
     """
 
     pattern: str
@@ -122,7 +122,8 @@ FEATURES = (
 
 
 def missing(parts: tuple[str, ...], operands: int, target: str, version: Version) -> str | None:
-    """Why ptxas refuses the spelling `parts` with so many operands for `target` ("sm_90a"), or None if it takes it."""
+    """Why ptxas refuses the spelling `parts` with so many operands for `target` ("sm_90a"), or None if it accepts
+    it."""
     features, reason = _known(parts, operands)
     for feature in features:
         if feature.only and target not in feature.only.split():
@@ -140,7 +141,7 @@ def missing(parts: tuple[str, ...], operands: int, target: str, version: Version
 
 @cache
 def _known(parts: tuple[str, ...], operands: int) -> tuple[tuple[Feature, ...], str | None]:
-    """The features that a spelling has, and why no target has it."""
+    """The features of a spelling, and the reason if no target has it."""
     opcode, words = ".".join(parts), frozenset(parts)
     features = tuple(
         feature for feature in FEATURES if feature.operands in (None, operands) and re.match(feature.pattern, opcode)
@@ -148,7 +149,7 @@ def _known(parts: tuple[str, ...], operands: int) -> tuple[tuple[Feature, ...], 
     return features, next((reason for rule in _RULES.get(parts[0], ()) for reason in rule(parts, words)), None)
 
 
-# Mixtures of modifiers that no target has: generators of the reasons.
+# Mixtures of modifiers that no target has: each function yields the reasons.
 
 
 Rule = Callable[[tuple[str, ...], Words], Iterator[str]]

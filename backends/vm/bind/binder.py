@@ -1,6 +1,6 @@
-"""Operands of one instruction bound to rows of the register file, and the step that computes on whole rows.
+"""Binds the operands of one instruction to rows of the register file, and makes the step that computes on whole rows.
 
-Every mismatch of width is a sentence.
+Every mismatch of width is reported as a sentence.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ AddressOf = Callable[["Warp"], npt.NDArray[np.int64]]
 
 
 class OutsideRingError(UnknownInstructionError):
-    """An instruction on floats that has no counterpart in the ring. It is raised when a thread executes it."""
+    """An instruction on floats that has no counterpart in the ring. Raised when a thread executes it."""
 
 
 @dataclass(slots=True)
 class Binder:
     """One instruction as its family sees it: the `words` that its form chose, its operands, and rows for them.
 
-    `uses` and `defines` gather the registers that the family asks for; `reads`, `addresses`, `carrying` and `in_run`
-    as in Bound. `places` has every row that it asks for, literals included, in its order.
-    Rows of literals are negative. Literals lie
-    after the registers of their width, last one first: a negative index finds them however many registers there are.
+    `uses` and `defines` collect the registers that the family asks for; `reads`, `addresses`, `carrying` and `in_run`
+    are as in Bound. `places` has every row that it asks for, literals included, in order. Rows of literals are
+    negative: literals follow the registers of their width, last one first, so a negative index finds them whatever the
+    number of registers.
     """
 
     instruction: Instruction
@@ -66,22 +66,22 @@ class Binder:
         return self.instruction.operands
 
     def error(self, reason: str) -> UnknownInstructionError:
-        """The refusal to raise: line, instruction and `reason`."""
+        """The error to raise: line, instruction and `reason`."""
         return UnknownInstructionError(f"PTX line {self.instruction.line}: `{self.instruction.text}`: {reason}")
 
     def outside_ring(self) -> OutsideRingError:
-        """The refusal to raise where floats are elements of a ring, and this instruction has no meaning for these."""
+        """The error to raise if floats are elements of a ring and this instruction has no meaning for them."""
         return OutsideRingError(str(self.error("it has no counterpart in the ring (backends.vm.numerics.ring)")))
 
     def expect(self, *counts: int) -> tuple[Operand, ...]:
-        """The operands. Their number must be one of `counts`."""
+        """The operands. Raises if their number is not one of `counts`."""
         if len(self.operands) not in counts:
             wanted = " or ".join(str(count) for count in counts)
             raise self.error(f"{len(self.operands)} operands where this form takes {wanted}")
         return self.operands
 
     def hinted(self, *counts: int) -> tuple[Operand, ...]:
-        """As `expect`, without the cache policy that `.L2::cache_hint` adds behind the others (PTX ISA 9.7.9.2)."""
+        """As `expect`, without the cache policy that `.L2::cache_hint` appends (PTX ISA 9.7.9.2)."""
         policy = int(bool(self.words.get("hint") or self.words.get("L2::cache_hint")))
         operands = self.expect(*(count + policy for count in counts))
         if policy:
@@ -96,11 +96,11 @@ class Binder:
         raise self.error(f"`{operand.name}` is neither declared nor a special register that this machine has")
 
     def carry(self, around: Callable[[Warp, Step], object], *travels: Key) -> None:
-        """Undefined bits of the registers `travels` are no fault: `around` does the step and carries them along."""
+        """Allow undefined bits in the registers `travels`: `around` does the step and carries them along."""
         self.carrying = Carrying(around, frozenset(travels))
 
     def source(self, operand: Operand, view: str, *, wider: bool = False) -> int:
-        """Row of a source in `view` ("f32", "u64", ...). `wider` admits a register wider than the type (ld/st/cvt)."""
+        """Row of a source in `view` ("f32", "u64", ...). `wider` accepts a register wider than the type (ld/st/cvt)."""
         row = self._source(operand, view, wider=wider)
         width = self.width(operand)
         self.reads.append((view if width in (0, WIDTH_OF_VIEW[view]) else f"u{width}", row))
@@ -133,7 +133,7 @@ class Binder:
         return self._register(operand)[0] if isinstance(operand, Register) else 0
 
     def destination(self, operand: Operand, view: str, *, wider: bool = False) -> int:
-        """Row of a destination in `view`. The sink `_` gets a row that nobody reads."""
+        """Row of a destination in `view`. The sink `_` gets a row that is never read."""
         width = WIDTH_OF_VIEW[view]
         if isinstance(operand, Sink):
             self.places.append(self.rows.address("_", 0, width))
@@ -169,7 +169,7 @@ class Binder:
         return self.addressed(operand)[0]
 
     def addressed(self, operand: Operand) -> tuple[AddressOf, Key, int]:
-        """As `address`; then the register of the base and the offset."""
+        """As `address`, followed by the register of the base and the offset."""
         if isinstance(operand, Address):
             base, offset = operand.base, operand.offset
         elif isinstance(operand, Register):
@@ -207,7 +207,7 @@ class Binder:
         return operand.value
 
 
-# Instructions that compute each lane's result from that lane's operands alone: one function on whole rows.
+# Lane-wise instructions: each lane's result depends only on that lane's operands, so one function handles whole rows.
 
 
 Array = npt.NDArray[np.generic]
@@ -217,7 +217,7 @@ PACKED = frozenset({"u16x2", "f32x2", "u32x2", "u64x2"})
 
 
 def write(warp: Warp, row: Array, values: Array) -> None:
-    """Store the values of the active lanes; rows are [32], or [32, n] for packed views."""
+    """Store the values in the active lanes; rows are [32], or [32, n] for packed views."""
     if warp.where is True:
         row[...] = values
     else:
@@ -230,7 +230,7 @@ def lanewise(b: Binder, view: str, compute: Compute, count: int) -> Step:
 
 
 def bind_lanewise(b: Binder, destination: str, sources: Sequence[str], compute: Compute) -> Step:
-    """`op d, s1, s2, ...` with a view for each operand. `compute` takes and gives rows."""
+    """`op d, s1, s2, ...` with a view for each operand. `compute` takes and returns rows."""
     d, *operands = b.expect(len(sources) + 1)
     rd = b.destination(d, destination)
     rows = [(view, b.source(operand, view)) for view, operand in zip(sources, operands, strict=True)]

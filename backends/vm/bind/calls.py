@@ -1,8 +1,8 @@
-"""Direct calls: the body of each function is put in the place of its call, so that a machine needs no stack.
+"""Direct calls: the body of each function replaces its call, so that a machine needs no stack.
 
-Registers, labels and locals of a body get a name of their own at each call; `.param` variables of a call become local
-variables (PTX ISA 7.1). A recursive or an indirect call is refused by name, and so is a function without a body, except
-the system's own (SYSTEM_CALLS), whose call keeps registers for operands.
+Registers, labels and locals of a body get new names at each call; `.param` variables of a call become local variables
+(PTX ISA 7.1). A recursive or an indirect call is refused by name. So is a call of a function without a body, except the
+system functions (SYSTEM_CALLS), whose calls stay and take registers as operands.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ from backends.vm.ptx.ast import (
 )
 
 MAX_INSTRUCTIONS: Final = 1_000_000
-"""Of a kernel with all its calls put in place."""
+"""Limit for a kernel with all its calls inlined."""
 SYSTEM_CALLS: Final[Mapping[str, int]] = {"vprintf": 2, "__assertfail": 5, "malloc": 1, "free": 1}
-"""Functions that CUDA's device runtime has and this machine too (CUDA programming guide, formatted output, assertion,
-dynamic global memory allocation), with the number of their arguments."""
+"""Functions of CUDA's device runtime that this machine has too (CUDA programming guide, formatted output, assertion,
+dynamic global memory allocation), with their number of arguments."""
 ANSWERING: Final = ("malloc",)
-"""Those whose result kernels use."""
+"""System functions whose result kernels use."""
 _WORDS: Final = (1, 2, 4, 8)
-"""Bytes of an argument that one load reads."""
+"""Argument sizes in bytes that one load can read."""
 _LAUNCHES: Final = ("__cudaCDP2", "cudaCDP2", "cudaLaunchDevice", "cudaGetParameterBuffer")
-"""How the functions begin by which a kernel launches another (CUDA programming guide, CUDA dynamic parallelism)."""
+"""Name prefixes of the functions by which a kernel launches another (CUDA programming guide, CUDA dynamic
+parallelism)."""
 _CALL_SPACE: Final = ("param", "param::func")
 
 
 def with_calls_in_place(module: Module, function: Function) -> Function:
-    """`function` without calls, as it is if it has none. UnknownInstructionError for a call that cannot be followed."""
+    """`function` with its calls inlined, or itself if it has none. Raises UnknownInstructionError for a call it cannot
+    follow."""
     if not any(one.parts[0] == "call" for one in function.instructions):
         return function
     names = dict.fromkeys(one.name for one in function.params)
@@ -66,7 +68,7 @@ def with_calls_in_place(module: Module, function: Function) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """One body being put in place: the prefix of its names, what stands for its parameters, the functions around it.
+    """One body being inlined: the prefix of its names, the operands for its parameters, the functions around it.
 
     `end`: the label that its `ret` jumps to; None for the kernel itself, whose `ret` ends the thread.
     """
@@ -120,7 +122,7 @@ class _Placer:
         for register, kind in function.registers.items():
             self.registers[prefix + register] = kind
         for one in function.variables:
-            # A static shared variable of a function is one for all its calls; locals are each call's own.
+            # All calls of a function share its static shared variables; each call has its own locals.
             own = prefix if one.space in ("local", "param") else f"{function.name}$" if prefix else ""
             name, space = own + one.name, "local" if one.space == "param" else one.space
             self.variables.setdefault(
@@ -206,7 +208,7 @@ class _Placer:
         self._mark([f"{serial}skip"])
 
     def _system_call(self, serial: str, name: str, returns: Vector, given: Vector, call: Instruction) -> None:
-        """The arguments in 64-bit registers, and the result stored."""
+        """Load the arguments into 64-bit registers, call, and store the result."""
         if len(given.items) != SYSTEM_CALLS[name]:
             raise self._refused(call, f"{name} with {len(given.items)} arguments where it takes {SYSTEM_CALLS[name]}")
         registers = list[Operand]()
@@ -232,7 +234,7 @@ class _Placer:
             self._append(call, ("st", "local", kind), (Address(Symbol(slot.name)), value))
 
     def _slot(self, operand: Operand) -> Variable | None:
-        """The variable in the .param space of a function that an argument or a result of a call names."""
+        """The variable in .param space that an argument or a result of a call names."""
         return self.variables.get(operand.name) if isinstance(operand, Symbol) else None
 
     def _refused(self, call: Instruction, what: str) -> UnknownInstructionError:

@@ -1,13 +1,14 @@
 """What an instruction makes of undefined operands, and which registers a lane may read before it has written them.
 
-A register is assigned at a point when every path from the entry writes it without a guard first. A data-flow proves
-most reads so. The other registers begin undefined in every lane (machine.undefined), and their bits travel from there:
+A register is assigned at a point when every path from the entry writes it there first, without a guard. A data-flow
+analysis proves this for most reads. The other registers begin undefined in every lane (machine.undefined), and their
+bits travel from there:
 
-- an instruction that only computes makes its results undefined in the lanes where an operand is, and more exactly where
-  a family of backends.vm.isa has said so by `carries` or through its Binder;
-- to load, store, shuffle or multiply carries the bits along; the family says how;
-- everything else depends on its operands: an undefined one is a fault there, and so is an undefined address, a guard of
-  an instruction that does more than compute, and the guard of a branch.
+- An instruction that only computes makes its results undefined in the lanes where an operand is. A family of
+  backends.vm.isa may say it more exactly, by `carries` or through its Binder.
+- Loads, stores, shuffles and matrix multiplications carry the bits along; the family says how.
+- Everything else depends on its operands: an undefined one is a fault. So is an undefined address, guard of a branch,
+  or guard of an instruction that does more than compute.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def unwritten_registers(graph: FlowGraph, rows: RegisterRows) -> dict[Key, Origin]:
-    """The registers that some path from the entry reads before it has written them for sure."""
+    """The registers that some path from the entry may read before writing them."""
     names = {key: name for name, key in rows.rows.items()}
     return {
         key: Origin("uninitialised-register", f"`{names[key]}`, which was never written in this lane")
@@ -42,7 +43,7 @@ def unwritten_registers(graph: FlowGraph, rows: RegisterRows) -> dict[Key, Origi
 
 def _unproven_reads(graph: FlowGraph) -> set[Key]:
     bits: dict[Key, int] = {}
-    # Of each block: what it writes for sure, and what it reads before it has.
+    # By block: the registers it surely writes, and those it reads before that.
     written, read = list[int](), list[int]()
     for block in graph.blocks:
         assigned = asked = 0
@@ -65,7 +66,7 @@ def _unproven_reads(graph: FlowGraph) -> set[Key]:
 
 
 PURE = frozenset({"alu", "float", "special", "convert", "move"})
-"""Counters of the instructions that only compute: their results and nothing else depend on their operands."""
+"""Counters of the instructions that only compute: nothing but their results depends on their operands."""
 _PACKED = {"f32x2": 4, "f16x2": 2, "bf16x2": 2, "u16x2": 2, "s16x2": 2}
 _BY_PARTS = ("add", "sub", "mul", "fma", "neg", "abs", "min", "max", "ex2", "tanh")
 _UNSIGNED = {1: "pred", 16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}
@@ -73,7 +74,7 @@ _UNSIGNED = {1: "pred", 16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """An instruction about to run on a warp, of which an operand is undefined: what a rule looks at."""
+    """An instruction about to run on a warp with an undefined operand, as a rule sees it."""
 
     warp: Warp
     item: Bound
@@ -85,11 +86,11 @@ class Computing:
         return self.item.instruction.parts
 
     def bits(self, source: int) -> Bits:
-        """The undefined bits of source number `source`, as its view shows them."""
+        """The undefined bits of source number `source`, in the shape of its view."""
         return self.warp.undefined.shown(*self.item.reads[source])
 
     def values(self, source: int) -> Bits:
-        """What source number `source` holds, in unsigned integers. A negated predicate is what it stands for."""
+        """The value of source number `source` as unsigned integers. A negated predicate is returned negated."""
         view, row = self.item.reads[source]
         values: Bits = getattr(self.warp, view)[row]
         if view == "pred":
@@ -107,14 +108,15 @@ class Computing:
 
 
 Rule = Callable[[Computing], Sequence[Bits] | None]
-"""The undefined bits of each result, in the order in which the family has bound them. None: as `any_operand` says."""
+"""Returns the undefined bits of each result, in the order in which the family has bound them. None: use
+`any_operand`."""
 _RULES: dict[str, Rule] = {}
 
 
 def carries(*opcodes: str, sources: tuple[int, ...]) -> Callable[[Rule], Rule]:
-    """Register the rule of the instructions that begin with one of `opcodes`; they only compute.
+    """Register the rule for instructions that begin with one of `opcodes` and only compute.
 
-    `sources`: how many the rule looks at. A spelling with another number of them goes by `any_operand`.
+    `sources`: the numbers of sources that the rule handles. `any_operand` handles a spelling with another number.
     """
 
     def register(rule: Rule) -> Rule:
@@ -128,7 +130,7 @@ def carries(*opcodes: str, sources: tuple[int, ...]) -> Callable[[Rule], Rule]:
 
 
 def any_operand(seen: Computing) -> Sequence[Bits]:
-    """A lane with an undefined operand has undefined results; packed arithmetic has lanes within lanes."""
+    """A lane with an undefined operand has undefined results; in packed arithmetic, so does an element."""
     item, undefined = seen.item, seen.warp.undefined
     size = _PACKED.get(seen.parts[-1]) if seen.parts[0] in _BY_PARTS else None
     if size is not None and all(key[0] == item.defines[0][0] for key in item.uses if key[0] > 1):
@@ -143,9 +145,10 @@ def any_operand(seen: Computing) -> Sequence[Bits]:
 
 
 def moved(seen: Computing, *controls: int) -> Sequence[Bits] | None:
-    """The bits go where the values do: the instruction itself runs on them, with the sources `controls` as they are.
+    """Move the bits where the values go, by running the instruction itself on them with the sources `controls`
+    unchanged.
 
-    None where a control is undefined, or shares a register with what is moved.
+    Returns None if a control is undefined, or shares a register with what is moved.
     """
     warp, item = seen.warp, seen.item
     reads = [(WIDTH_OF_VIEW[view], row) for view, row in item.reads]

@@ -1,4 +1,4 @@
-"""A function as a graph of basic blocks, and the data-flow that finds the registers still in flight.
+"""A function as a graph of basic blocks, and the data-flow analysis that finds the registers still in flight.
 
 Registers of a tcgen05.ld and of a wgmma are in flight until a wait, or until a use that counts as one.
 """
@@ -25,9 +25,9 @@ State = TypeVar("State")
 
 @dataclass(frozen=True, slots=True)
 class Carrying:
-    """How a family carries undefined bits along: `around` does the given step and says what becomes undefined.
+    """How a family carries undefined bits along: `around` does the given step and marks what becomes undefined.
 
-    Only the registers that it `travels` with may be undefined when it is called.
+    Only the registers in `travels` may be undefined when it is called.
     """
 
     around: Callable[[Warp, Step], object]
@@ -35,7 +35,7 @@ class Carrying:
 
 
 def preceded(first: Callable[[Warp], None], step: Step) -> Step:
-    """`step`, with `first` before it."""
+    """A step that calls `first` and then `step`."""
 
     def run(warp: Warp) -> object:
         first(warp)
@@ -50,9 +50,9 @@ class Bound:
 
     `guard`: row of the predicate, and whether it is negated. `reads`: view and row of each source, literals included,
     in the order in which the family has bound them. `addresses`: the registers among `uses` that hold an address.
-    `places`: the rows of all operands, as the family has asked for them. `plain`: the step as the family has made it;
-    None if it computes in the ring. `before`: what data-flow has put before it in `step`, in order.
-    `in_run`: the access to memory that it is, as a run of machine code has it.
+    `places`: the rows of all operands, in the order in which the family asked for them. `plain`: the step as the family
+    made it; None if it computes in the ring. `before`: what data-flow analysis has put before it in `step`, in order.
+    `in_run`: the memory access that it is, for a run of machine code.
     """
 
     instruction: Instruction
@@ -70,11 +70,11 @@ class Bound:
     in_run: RunAccess | None = None
 
     def begin_with(self, first: Callable[[Warp], None]) -> None:
-        """Do `first` before all that `step` does."""
+        """Make `step` call `first` before everything else."""
         self.step, self.before = preceded(first, self.step), (first, *self.before)
 
     def as_bound(self) -> Bound:
-        """This instruction before data-flow has put anything before it; of no function in the ring."""
+        """This instruction without what data-flow analysis has put before it. Not for functions in the ring."""
         assert self.plain is not None, "an instruction in the ring has no plain step"
         return replace(self, step=self.plain, before=())
 
@@ -121,7 +121,7 @@ class FlowGraph:
     ) -> list[State]:
         """The state before each block: `entry` before the first, `unreached` before those that no path reaches.
 
-        `through(state, block)` is the state after block `block`, `join` that where two paths meet.
+        `through(state, block)` is the state after block `block`; `join` combines the states of two paths that meet.
         """
         before = [unreached] * len(self.blocks)
         before[0] = entry
@@ -138,12 +138,12 @@ class FlowGraph:
         return before
 
 
-# When a tcgen05.ld has ended: at the warp's tcgen05.wait::ld, or where an instruction uses one of its registers.
-# The ISA lets a register dependence wait for the load and says that it orders nothing else (PTX ISA 9.7.16.6.4.5).
-# Kernels that run on silicon take the use of a register for the end of the whole load all the same: FlashAttention-4
-# uses its scores and then lets the next MMA overwrite them, with no tcgen05.wait::ld. So such a use counts here too,
-# and the counter `tmem_unwaited_overwrites` tells that a kernel relies on it. A data-flow finds the instructions that
-# may be the first use on some path. A kernel that waits in plain sight pays nothing.
+# When a tcgen05.ld has ended: at the warp's tcgen05.wait::ld, or where an instruction uses one of its registers. The
+# ISA lets a register dependence wait for the load and says that it orders nothing else (PTX ISA 9.7.16.6.4.5). Kernels
+# that run on silicon nevertheless take the use of a register for the end of the whole load: FlashAttention-4 uses its
+# scores and then lets the next MMA overwrite them, with no tcgen05.wait::ld. So such a use counts here too, and the
+# counter `tmem_unwaited_overwrites` shows that a kernel relies on it. A data-flow analysis finds the instructions that
+# may be the first use on some path. A kernel that waits explicitly pays nothing.
 
 
 _TMEM_LOAD, _TMEM_WAIT = "tcgen05.ld.", "tcgen05.wait::ld."
@@ -195,9 +195,9 @@ def _ending(lines: tuple[int, ...]) -> Callable[[Warp], None]:
     return end
 
 
-# Registers of wgmma: which instructions may touch them in flight, and which wgmma may lack its wgmma.fence.
-# A data-flow finds the few instructions where a path makes it possible. Only those are checked when they run; in a
-# kernel that waits and fences in plain sight, none is.
+# Registers of wgmma: which instructions may touch them in flight, and which wgmma may lack its wgmma.fence. A data-flow
+# analysis finds the few instructions where a path makes it possible. Only those are checked when they run; a kernel
+# that waits and fences explicitly has none.
 
 
 _MULTIPLY, _FENCE = "wgmma.mma_async", "wgmma.fence"
@@ -211,10 +211,10 @@ def _wgmma_keys(uses: Sequence[Key], defines: Sequence[Key]) -> tuple[frozenset[
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """Bits of registers. `flying`: they may be in flight; `open`: and they are in no group yet.
+    """Sets of registers as bits. `flying`: they may be in flight; `open`: they may also be in no group yet.
 
-    `unfenced`: no wgmma has used them since the entry, nor has a wgmma.fence come. `late`: another instruction has used
-    them since the last wgmma.fence. What lacks a fence for all (Part.touched) is one or the other.
+    `unfenced`: no wgmma has used them since the entry, nor has there been a wgmma.fence. `late`: another instruction
+    has used them since the last wgmma.fence. A register that lacks a fence (Part.touched) is in one of the two.
     """
 
     flying: int = 0
@@ -232,7 +232,7 @@ class _Flow:
 
 
 class _Analysis:
-    """`bits`: one a register of some wgmma; `masks[i]`: the bits of what instruction i reads and writes."""
+    """`bits`: one per register of some wgmma; `masks[i]`: the bits that instruction i reads and writes."""
 
     def __init__(self, graph: FlowGraph) -> None:
         self.graph = graph
@@ -270,13 +270,13 @@ class _Analysis:
 
 
 def _allowed(instruction: Instruction) -> int:
-    """How many groups a wait leaves pending; 1 where that is no constant."""
+    """How many groups a wait leaves pending; 1 if that is not a constant."""
     count = instruction.operands[0]
     return count.value if isinstance(count, Immediate) else 1
 
 
 def check_warpgroup_registers(graph: FlowGraph) -> None:
-    """Wrap the steps of those instructions whose registers may belong to a wgmma in flight or lack a wgmma.fence."""
+    """Wrap the steps of instructions whose registers may belong to a wgmma in flight or lack a wgmma.fence."""
     analysis = _Analysis(graph)
     if not analysis.bits:
         return

@@ -1,9 +1,9 @@
 """The instruction table: every family registers the spellings it accepts, in the notation of the PTX ISA.
 
-A form such as `add{.<rnd>}{.ftz}{.sat}.f32` is matched against the dotted parts of an instruction: literals must be
-there, `{...}` may be, `<rnd>` stands for one of the words listed for it. An instruction that no form lists is refused
-by name, with the forms that come closest. Nothing is guessed. Where ptxas takes the modifiers of a family in any order,
-and compilers make use of that, so does the table (ANY_ORDER).
+A form such as `add{.<rnd>}{.ftz}{.sat}.f32` is matched against the dotted parts of an instruction: literals are
+required, `{...}` is optional, `<rnd>` stands for one of the words listed for it. An instruction that no form lists is
+refused by name, with the closest forms. Nothing is guessed. Where ptxas accepts the modifiers of a family in any order
+and compilers use that, so does the table (ANY_ORDER).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Form:
     """One accepted spelling of a family.
 
     `kind` "tail" marks an instruction that may wait or branch, see backends.vm.machine.code. `section` is the PTX ISA
-    section, `counter` the instruction class that it counts in, `control` "branch", "exit" or "".
+    section, `counter` the instruction class for counting, `control` "branch", "table", "exit" or "".
     """
 
     spelling: str
@@ -96,13 +96,13 @@ ANY_ORDER = (
     ("cp", "async", "bulk"),
     ("cp", "reduce", "async", "bulk"),
 )
-"""Families whose modifiers ptxas takes in any order (13.5 was asked), except that types keep their order and state
+"""Families whose modifiers ptxas accepts in any order (tested with 13.5), as long as types keep their order and state
 spaces theirs: libcu++ and Triton write them in orders of their own. The words of each tuple stay in front."""
 _ORDERED = re.compile(r"(pred|[busf]\d+(x\d+)?|bf16(x2)?|global|local|const|shared|param)(::|$)")
 
 
 def _match_in_any_order(form: Form, parts: tuple[str, ...]) -> Mapping[str, str] | None:
-    """As Form.match, where the parts after the family's name may stand in any order, but types and spaces in theirs."""
+    """As Form.match, with the parts after the family's name in any order. Types and spaces must keep theirs."""
     family = next((one for one in ANY_ORDER if parts[: len(one)] == one), None)
     if family is None:
         return None
@@ -141,17 +141,18 @@ REFUSED: Mapping[str, str] = {
     r"(alloca|stacksave|stackrestore)\.": "this machine puts functions in the place of their calls and has no stack "
     "(PTX ISA 9.7.17)",
 }
-"""Spellings that ptxas takes and this machine refuses, by the beginning that they match, each with its reason."""
+"""Spellings that ptxas accepts and this machine refuses: a pattern for their beginning, and the reason."""
 
 _TABLE: dict[str, list[Form]] = {}
 _IN_RING: dict[Bind, Bind] = {}
 _FLOATS = re.compile(r"(bf|tf|f)(16|32|64)(x2)?|e\dm\d(x\d)?|ue8m0x2|s2f6x2")
 _MOVES = ("ld", "ldu", "st", "mov", "selp", "cp", "wgmma", "tcgen05", "ldmatrix", "stmatrix", "prefetch")
-"""First words of instructions that move floats, or multiply matrices of them, which is a policy of its own."""
+"""First words of instructions that move floats, or multiply matrices of floats, which the accumulation policy
+covers."""
 
 
 def in_ring(*families: Bind) -> Callable[[Bind], Bind]:
-    """Register what binds the instructions of some families where floats are elements of a ring."""
+    """Register the function that binds the instructions of some families where floats are elements of a ring."""
 
     def register(bind: Bind) -> Bind:
         _IN_RING.update(dict.fromkeys(families, bind))
@@ -161,7 +162,7 @@ def in_ring(*families: Bind) -> Callable[[Bind], Bind]:
 
 
 def bind_in_ring(form: Form, parts: tuple[str, ...]) -> Bind | None:
-    """What binds an instruction there: None if it computes with floats and has no counterpart."""
+    """The function that binds an instruction in the ring. None if it computes with floats and has no counterpart."""
     if not any(map(_FLOATS.fullmatch, parts)):
         return form.bind
     moves = parts[0] in _MOVES and "reduce" not in parts
@@ -179,8 +180,8 @@ def opcode(
 ) -> Callable[[Bind], Bind]:
     """Register a family under every spelling given; see Form for the rest.
 
-    Keyword arguments list the words of `<slots>`, space-separated. `vocabulary` does the same for families that share
-    them.
+    Keyword arguments list the words of `<slots>`, space-separated. `vocabulary` does the same for words that families
+    share.
     """
 
     listed = {**(vocabulary or {}), **words}
@@ -209,7 +210,7 @@ def _lookup(parts: tuple[str, ...]) -> tuple[Form, Mapping[str, str]] | None:
 
 
 def find(instruction: Instruction) -> tuple[Form, Mapping[str, str]]:
-    """The form of an instruction and the words of its slots. UnknownInstructionError if no form fits."""
+    """The form of an instruction and the words of its slots. Raises UnknownInstructionError if no form fits."""
     found = _lookup(instruction.parts)
     if found is not None:
         return found

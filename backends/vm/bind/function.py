@@ -1,4 +1,4 @@
-"""From a parsed function to one that a machine can launch: bind its instructions, cut blocks, place its symbols."""
+"""Turns a parsed function into one that a machine can launch: binds instructions, cuts blocks, places symbols."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def jump_if(target: int, after: int, guard: tuple[int, bool]) -> Step:
 
 
 def guarded_tail(tail: Step, guard: tuple[int, bool], after: int) -> Step:
-    """`@%p` before an instruction that may wait: lanes that do not take part go on behind it."""
+    """`@%p` before an instruction that may wait: lanes that do not take part go on after it."""
     row, negated = guard
 
     def run(warp: Warp) -> object:
@@ -147,19 +147,20 @@ class Relatives:
     def rows_for(
         self, types: Mapping[str, str], symbols: Mapping[str, str], target: tuple[str, Version]
     ) -> RegisterRows:
-        """Rows for a function of these declarations: those of the first one and its own, if it is no relative."""
+        """Rows for a function of these declarations: the first function's rows, or its own if the declarations
+        differ."""
         rows = self.rows
         if rows is not None and (rows.types, rows.symbols, self.target) == (types, symbols, target):
             return rows.extended()
         return RegisterRows.of(types, symbols)
 
     def instruction(self, one: Instruction, rows: RegisterRows) -> Bound | None:
-        """What the first function has bound, if it has the very instruction and `rows` are its rows."""
+        """What the first function has bound, if it has the same instruction and `rows` come from its rows."""
         known = self.bound.get(one) if self.rows is not None and rows.used is self.rows.used else None
         return None if known is None else known.as_bound()
 
     def leave(self, target: tuple[str, Version], rows: RegisterRows, bound: Sequence[Bound]) -> None:
-        """A function has been bound, maybe the first one."""
+        """Keep what was bound for a function if it is the first one."""
         if self.rows is None:
             self.target, self.rows = target, rows
             self.bound = {one.instruction: one for one in bound}
@@ -177,9 +178,9 @@ def build(
     """Bind every instruction of `function` and cut it into blocks.
 
     `symbol_spaces` maps the names of variables and parameters that it may address to their state space. `target` and
-    `version` are those of its module; an instruction that they do not have is refused. `ring`: floats are elements of a
-    ring. `relatives`: instructions that are bound already.
-    UnknownInstructionError for the first instruction that this machine does not have.
+    `version` are the module's; an instruction that they do not have is refused. `ring`: floats are elements of a ring.
+    `relatives`: instructions that are bound already. Raises UnknownInstructionError for the first instruction that this
+    machine does not have.
     """
     known = Relatives() if relatives is None else relatives
     rows = known.rows_for(function.registers, symbol_spaces, (target, version))
@@ -201,7 +202,8 @@ def build(
 
 
 def _in_ring(form: Form, binder: Binder) -> Step:
-    """The step of an instruction where floats are elements of a ring; one that has none says so when it is executed."""
+    """The step of an instruction where floats are elements of a ring; it raises when executed if there is no
+    counterpart."""
     bind = bind_in_ring(form, binder.instruction.parts)
     try:
         if bind is not None:
@@ -315,8 +317,10 @@ def _align(offset: int, align: int) -> int:
 def bind_function(
     module: Module, function: Function, *, ring: bool = False, relatives: Relatives | None = None
 ) -> BoundFunction:
-    """Bind the code of `function` and place its parameters, locals and the module's shared variables. `ring`: floats
-    are elements of a ring, and `function` has no `relatives`."""
+    """Bind the code of `function` and place its parameters, locals and the module's shared variables.
+
+    `ring`: floats are elements of a ring, and `function` has no `relatives`.
+    """
     function = with_calls_in_place(module, function)
     visible = {**module.variables, **{v.name: v for v in (*function.variables, *function.params)}}
     spaces = {name: variable.space for name, variable in visible.items()}

@@ -1,11 +1,12 @@
-"""Runs of instructions that compute, load and store, as machine code: one call a run, where NumPy takes some for each.
+"""Runs of instructions that compute, load and store, as machine code: one call per run instead of NumPy calls per
+instruction.
 
-The machine code of an instruction is made of the very step that its family has bound: the step runs once on symbolic
-registers (numerics.traced). It takes the rows of its operands, so one function serves every instruction of the kind,
-whatever its registers and literals, in all launches of the process. A step that cannot be traced, as it decides by
-values or asks for more of the warp than registers, stays as it is, unless its family writes its machine code (`writes`)
-for when nothing is out of the ordinary. Of loads and stores backends.vm.machine.run_access tells.
-One before which data-flow wants something done begins a run.
+The machine code of an instruction is derived from the step that its family has bound: the step runs once on symbolic
+registers (numerics.traced). The code takes the rows of its operands, so one function serves every instruction of the
+kind, whatever its registers and literals, in all launches of the process. A step that cannot be traced, because it
+decides by values or needs more of the warp than registers, stays as it is, unless its family writes machine code for
+the plain case (`writes`). Loads and stores are in backends.vm.machine.run_access. An instruction that data-flow
+analysis has put something before begins a run.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from backends.vm.ptx.ast import Immediate, Instruction, Negated, Operand, Pair, 
 
 _POINTER: Final = ir.PointerType()
 _FUNCTION: Final = ir.FunctionType(INDEX, [_POINTER] * 3)
-"""Of the machine code of an instruction."""
+"""The signature of the machine code of an instruction."""
 _MASK_BYTES: Final = ir.VectorType(ir.IntType(8), LANES)
 
 WORTH = 200
-"""So many executions of a kind of instruction by NumPy take as long as to make its machine code."""
+"""Executions of a kind of instruction by NumPy that take as long as compiling its machine code."""
 
 Kind = tuple[object, ...]
 
@@ -58,7 +59,7 @@ Kind = tuple[object, ...]
 
 
 class _Row(Traced):
-    """A register as one of its views shows it."""
+    """A register in one of its views."""
 
     def __init__(self, cell: Cell, view: str) -> None:
         dtype, width = DTYPE_OF_VIEW[view], cell.width
@@ -103,7 +104,7 @@ class _Column(Traced):
 
 @dataclass(slots=True)
 class Cell:
-    """A register while a step is traced. `place`: the pointer to its row. `written`: what it holds since a write."""
+    """A register while a step is traced. `place`: the pointer to its row. `written`: its value since a write."""
 
     builder: ir.IRBuilder
     width: int
@@ -117,7 +118,7 @@ class Cell:
         return llvm_type(STORAGE[self.width], (LANES, 2) if self.width == 128 else (LANES,))
 
     def content(self) -> Any:
-        """What the register holds now."""
+        """The current value of the register."""
         if self.written is not None:
             return self.written
         if self.loaded is None:
@@ -128,7 +129,7 @@ class Cell:
         return self.builder.load(self.place, typ=kind, align=8)
 
     def store(self, mask: Any) -> None:
-        """Write back what was written, in the lanes of `mask`."""
+        """Store the written value in the lanes of `mask`."""
         b = self.builder
         if self.written is None:
             return
@@ -156,7 +157,7 @@ class _View:
 
 
 class _SymbolicWarp:
-    """All of a warp that a step may ask for: registers, and that all its lanes are active."""
+    """The parts of a warp that a traced step may use: registers, and the fact that all lanes are active."""
 
     where = True
 
@@ -174,7 +175,7 @@ class _SymbolicWarp:
 
 @dataclass(frozen=True, slots=True)
 class _Literal:
-    """A literal whose value a family does not see but by `Binder.immediate`."""
+    """A literal whose value a family sees only through `Binder.immediate`."""
 
     operand: Immediate
     number: int
@@ -189,7 +190,7 @@ class _KindBinder(Binder):
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """The operands, literals hidden."""
+        """The operands, with literals hidden."""
         return self.hidden
 
     def _own_row(self, width: int) -> int:
@@ -212,7 +213,7 @@ class _KindBinder(Binder):
 
 
 def _hidden(operand: Operand, literals: list[Immediate]) -> Operand:
-    """`operand` with its literals hidden; they are added to `literals`."""
+    """`operand` with its literals hidden and appended to `literals`."""
     if isinstance(operand, Immediate):
         literals.append(operand)
         return cast("Operand", _Literal(operand, len(literals) - 1))
@@ -227,7 +228,7 @@ def _hidden_operands(instruction: Instruction) -> tuple[tuple[Operand, ...], lis
 
 
 def _shape(operand: Operand, rows: RegisterRows) -> object:
-    """What of an operand decides how an instruction is bound, but for the values of literals."""
+    """The properties of an operand that decide how an instruction is bound, except the values of literals."""
     if isinstance(operand, Register):
         return rows.widths.get(operand.name, operand.name)
     if isinstance(operand, Negated):
@@ -241,10 +242,10 @@ def _shape(operand: Operand, rows: RegisterRows) -> object:
 
 @dataclass(slots=True)
 class _Code:
-    """What there is of a kind.
+    """The state of the machine code of a kind.
 
-    `seen`: numbers of the literals whose values make several kinds of it. `demand`: how often its instructions have run
-    without machine code. `made`: it was tried to make some; `address` is None where that cannot be.
+    `seen`: numbers of the literals whose values split it into several kinds. `demand`: how often its instructions have
+    run without machine code. `made`: compilation has been tried; `address` is None if it failed.
     """
 
     seen: tuple[int, ...] = ()
@@ -266,7 +267,7 @@ def _code_of(instruction: Instruction, rows: RegisterRows) -> _Code:
 
 
 def _made(instruction: Instruction, rows: RegisterRows) -> _Code:
-    """The code of the kind of an instruction, made if that can be."""
+    """The code of an instruction's kind, after an attempt to compile it."""
     code = _code_of(instruction, rows)
     if code.made:
         return code
@@ -279,14 +280,14 @@ def _made(instruction: Instruction, rows: RegisterRows) -> _Code:
 
 
 Write = Callable[[ir.IRBuilder, Sequence[Cell], Any, Instruction], None]
-"""Writes machine code for an instruction whose operands are in cells, in the order in which the family asks for them,
-and of which the lanes of a mask are active. Where it returns 1 it refuses, and must not have changed anything."""
+"""Writes machine code for an instruction. It gets the cells of the operands, in the order in which the family asks for
+them, and the mask of the active lanes. The code may return 1 to refuse, and must not have changed anything then."""
 _WRITTEN: Final[dict[Bind, Write]] = {}
 
 
 def writes(family: Bind) -> Callable[[Write], Write]:
-    """Register what writes the machine code of a family whose steps ask for more than registers. Each of these steps
-    is a meeting of the warp's lanes."""
+    """Register the writer of machine code for a family whose steps need more than registers. Each such step is a
+    meeting of the warp's lanes."""
 
     def register(write: Write) -> Write:
         _WRITTEN[family] = write
@@ -296,8 +297,10 @@ def writes(family: Bind) -> Callable[[Write], Write]:
 
 
 def _machine_code(instruction: Instruction, binder: _KindBinder) -> int | None:
-    """Machine code `int64 entry(bounds, rows, mask)`; `rows` has a bound and an offset from it for each place. Its
-    answer is 0, or 1 where it refuses."""
+    """Machine code `int64 entry(bounds, rows, mask)`, or None if it cannot be made.
+
+    `rows` has a bound and an offset from it for each place. The code returns 0, or 1 if it refuses.
+    """
     module = ir.Module("lanes")
     made = ir.Function(module, _FUNCTION, ENTRY)
     b = ir.IRBuilder(made.append_basic_block())
@@ -318,8 +321,8 @@ def _machine_code(instruction: Instruction, binder: _KindBinder) -> int | None:
         else:
             step(cast("Warp", _SymbolicWarp(cells)))
     except (TypeError, AttributeError, ValueError, LookupError, UnknownInstructionError):
-        # What Traced, the symbolic warp and NumPy raise where the step asks for more than they can tell, and the family
-        # where it rejects a literal that it does not see.
+        # Traced, the symbolic warp and NumPy raise these if the step asks for more than they can answer, and the family
+        # if it rejects a literal that it cannot see.
         return None
     active = truth(b, mask)
     for cell in cells.values():
@@ -332,11 +335,12 @@ def _machine_code(instruction: Instruction, binder: _KindBinder) -> int | None:
 
 
 def _runner() -> ir.Module:
-    """`int64 entry(program, number, bounds, mask)`: call the functions of so many instructions of a program, each with
-    its rows. How many it has called before the one that refuses, or all.
+    """`int64 entry(program, number, bounds, mask)`: call the functions of `number` instructions of a program with their
+    rows.
 
-    A program has for each instruction its function, its guard (0: none, 1: a predicate, 2: a negated one), the bound
-    and the offset of the predicate, the number of words that follow, and the rows.
+    It returns how many it has called before the one that refuses, or `number`. A program has for each instruction its
+    function, its guard (0: none, 1: a predicate, 2: a negated one), the bound and the offset of the predicate, the
+    number of words that follow, and the rows.
     """
     module = ir.Module("run")
     made = ir.Function(module, ir.FunctionType(INDEX, [_POINTER, INDEX, _POINTER, _POINTER]), ENTRY)
@@ -392,8 +396,8 @@ def _run() -> Callable[[int, int, int, int], int]:
 
 
 class _Run:
-    """A run from step `begin` of its block. `items`: its instructions with their functions; `steps`: what does the same
-    one by one."""
+    """A run from step `begin` of its block. `items`: its instructions with their functions; `steps`: the same one by
+    one."""
 
     __slots__ = ("_accesses", "_addresses", "_before", "_begin", "_meets", "_program", "_steps", "count", "touches")
 
@@ -415,11 +419,12 @@ class _Run:
         self._accesses = [item for item, _ in items] if any(item.in_run for item, _ in items) else None
 
     def step(self, warp: Warp) -> None:
-        """All of it."""
+        """Run all of it."""
         self.part(warp, 0, self.count)
 
     def part(self, warp: Warp, first: int, count: int) -> None:
-        """`count` of its instructions, from number `first`; data-flow may want something done before number 0."""
+        """Run `count` of its instructions, from number `first`. Before number 0 comes what data-flow analysis has put
+        there."""
         if first == 0:
             for before in self._before:
                 before(warp)
@@ -450,14 +455,14 @@ _MARK, _MET, _UNEVEN, _ANSWER, _STORED, _STORED_GLOBALLY = (
 
 
 def _tell(warp: Warp) -> None:
-    """Before accesses: what changes of what they have to know."""
+    """Before accesses: update the words of the warp that change."""
     told = warp.registers.told
     told[_MARK], told[_MET] = warp.stamp, warp.meetings
     told[_UNEVEN] = warp.acquires.at == warp.meetings
 
 
 def _note_stores(warp: Warp) -> int:
-    """After accesses: whoever waits for a store may go on. The answer that has to be looked at, 0 for none."""
+    """After accesses: let waiters for a store go on. Returns the answer that must be looked at, 0 for none."""
     told = warp.registers.told
     if stored := told[_STORED]:
         warp.note_stores(stored)
@@ -472,7 +477,7 @@ def _note_stores(warp: Warp) -> int:
 
 
 def _look_at(warp: Warp, item: Bound, answer: int) -> None:
-    """Do in the lanes of an access what its answer leaves to be done."""
+    """Finish an access in its lanes as its answer requires."""
     assert item.in_run is not None, "only accesses answer"
     if item.guard is None:
         item.in_run.after(warp, answer)
@@ -482,7 +487,8 @@ def _look_at(warp: Warp, item: Bound, answer: int) -> None:
 
 
 class RunFinder:
-    """Finds the runs among the instructions of a block; see machine.code.FindRuns. `steps`: what does each of them."""
+    """Finds the runs among the instructions of a block; see machine.code.FindRuns. `steps`: the step of each
+    instruction."""
 
     def __init__(self, items: Sequence[Bound], rows: RegisterRows, steps: Sequence[Step]) -> None:
         self._items, self._rows, self._steps = items, rows, steps
@@ -520,7 +526,8 @@ class RunFinder:
         return _code_of(item.instruction, self._rows) if wanted else None
 
     def _met_since(self, run: Sequence[tuple[Bound, int]], index: int) -> bool:
-        """Whether instruction `index` is an access that would be told wrongly how often the warp has met."""
+        """Whether instruction `index` is an access that would see a stale number of meetings, because `run` contains
+        some."""
         return self._items[index].in_run is not None and any(item.form.bind in _WRITTEN for item, _ in run)
 
     def _runs(self, codes: Sequence[_Code | None]) -> dict[int, QuickRun]:
