@@ -130,7 +130,7 @@ def carries(*opcodes: str, sources: tuple[int, ...]) -> Callable[[Rule], Rule]:
 
 
 def any_operand(seen: Computing) -> Sequence[Bits]:
-    """A lane with an undefined operand has undefined results; in packed arithmetic, so does an element."""
+    """A lane with an undefined operand has undefined results; packed arithmetic decides by element."""
     item, undefined = seen.item, seen.warp.undefined
     size = _PACKED.get(seen.parts[-1]) if seen.parts[0] in _BY_PARTS else None
     if size is not None and all(key[0] == item.defines[0][0] for key in item.uses if key[0] > 1):

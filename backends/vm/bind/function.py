@@ -137,8 +137,10 @@ def leave(warp: Warp) -> object:
 
 @dataclass(slots=True)
 class Relatives:
-    """Functions of one module, or of copies of it, that differ in few instructions: the first one that is bound leaves
-    its instructions to those that declare the same."""
+    """Shares bound instructions between similar functions of one module, or of copies of it.
+
+    The first function that is bound leaves its instructions to later ones with the same declarations.
+    """
 
     target: tuple[str, Version] | None = None
     rows: RegisterRows | None = None
