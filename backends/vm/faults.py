@@ -75,14 +75,13 @@ class Fault(Exception):
 
     @property
     def counter(self) -> str:
-        """The counter that a judged row increments if it does not fail on this fault; "" if the finder counts it
-        itself."""
+        """The counter of a judged row that does not fail on this fault; "" if the fault is counted where it is
+        found."""
         return COUNTERS.get(self.rule, "")
 
     @property
     def site(self) -> tuple[object, ...]:
-        """The key of a finding: the rule, the kernel and the lines of both accesses. Faults with the same key are one
-        finding."""
+        """The key of a finding: the rule, the kernel and the lines of both accesses. Equal keys are one finding."""
         lines = {self.line} if self.other is None else {self.line, self.other.line}
         return self.rule, self.kernel, frozenset(lines)
 

@@ -122,8 +122,7 @@ FEATURES = (
 
 
 def missing(parts: tuple[str, ...], operands: int, target: str, version: Version) -> str | None:
-    """Why ptxas refuses the spelling `parts` with so many operands for `target` ("sm_90a"), or None if it accepts
-    it."""
+    """Why ptxas refuses the spelling `parts` with that many operands for `target` ("sm_90a"), or None."""
     features, reason = _known(parts, operands)
     for feature in features:
         if feature.only and target not in feature.only.split():

@@ -38,14 +38,12 @@ ANSWERING: Final = ("malloc",)
 _WORDS: Final = (1, 2, 4, 8)
 """Argument sizes in bytes that one load can read."""
 _LAUNCHES: Final = ("__cudaCDP2", "cudaCDP2", "cudaLaunchDevice", "cudaGetParameterBuffer")
-"""Name prefixes of the functions by which a kernel launches another (CUDA programming guide, CUDA dynamic
-parallelism)."""
+"""Name prefixes of the functions by which kernels launch kernels (CUDA programming guide, CUDA dynamic parallelism)."""
 _CALL_SPACE: Final = ("param", "param::func")
 
 
 def with_calls_in_place(module: Module, function: Function) -> Function:
-    """`function` with its calls inlined, or itself if it has none. Raises UnknownInstructionError for a call it cannot
-    follow."""
+    """`function` with its calls inlined. Raises UnknownInstructionError for a call that cannot be followed."""
     if not any(one.parts[0] == "call" for one in function.instructions):
         return function
     names = dict.fromkeys(one.name for one in function.params)

@@ -108,8 +108,7 @@ class Computing:
 
 
 Rule = Callable[[Computing], Sequence[Bits] | None]
-"""Returns the undefined bits of each result, in the order in which the family has bound them. None: use
-`any_operand`."""
+"""Returns the undefined bits of each result, in the order of the family's binding. None: use `any_operand`."""
 _RULES: dict[str, Rule] = {}
 
 
@@ -145,8 +144,7 @@ def any_operand(seen: Computing) -> Sequence[Bits]:
 
 
 def moved(seen: Computing, *controls: int) -> Sequence[Bits] | None:
-    """Move the bits where the values go, by running the instruction itself on them with the sources `controls`
-    unchanged.
+    """Move the bits as the values move: run the instruction itself on them, with the sources `controls` unchanged.
 
     Returns None if a control is undefined, or shares a register with what is moved.
     """

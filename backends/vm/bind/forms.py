@@ -147,8 +147,7 @@ _TABLE: dict[str, list[Form]] = {}
 _IN_RING: dict[Bind, Bind] = {}
 _FLOATS = re.compile(r"(bf|tf|f)(16|32|64)(x2)?|e\dm\d(x\d)?|ue8m0x2|s2f6x2")
 _MOVES = ("ld", "ldu", "st", "mov", "selp", "cp", "wgmma", "tcgen05", "ldmatrix", "stmatrix", "prefetch")
-"""First words of instructions that move floats, or multiply matrices of floats, which the accumulation policy
-covers."""
+"""First words of instructions that move floats, or multiply matrices, which the accumulation policy covers."""
 
 
 def in_ring(*families: Bind) -> Callable[[Bind], Bind]:

@@ -149,8 +149,7 @@ class Relatives:
     def rows_for(
         self, types: Mapping[str, str], symbols: Mapping[str, str], target: tuple[str, Version]
     ) -> RegisterRows:
-        """Rows for a function of these declarations: the first function's rows, or its own if the declarations
-        differ."""
+        """Rows for a function of these declarations: shared with the first function if they are the same."""
         rows = self.rows
         if rows is not None and (rows.types, rows.symbols, self.target) == (types, symbols, target):
             return rows.extended()
@@ -204,8 +203,7 @@ def build(
 
 
 def _in_ring(form: Form, binder: Binder) -> Step:
-    """The step of an instruction where floats are elements of a ring; it raises when executed if there is no
-    counterpart."""
+    """The step of an instruction where floats are elements of a ring. Without a counterpart it raises when executed."""
     bind = bind_in_ring(form, binder.instruction.parts)
     try:
         if bind is not None:

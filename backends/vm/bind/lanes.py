@@ -1,5 +1,4 @@
-"""Runs of instructions that compute, load and store, as machine code: one call per run instead of NumPy calls per
-instruction.
+"""Compiles runs of instructions that compute, load and store: one call per run instead of NumPy calls for each.
 
 The machine code of an instruction is derived from the step that its family has bound: the step runs once on symbolic
 registers (numerics.traced). The code takes the rows of its operands, so one function serves every instruction of the
@@ -286,8 +285,8 @@ _WRITTEN: Final[dict[Bind, Write]] = {}
 
 
 def writes(family: Bind) -> Callable[[Write], Write]:
-    """Register the writer of machine code for a family whose steps need more than registers. Each such step is a
-    meeting of the warp's lanes."""
+    """Register the writer of machine code for a family whose steps need more than registers, and make the lanes
+    meet."""
 
     def register(write: Write) -> Write:
         _WRITTEN[family] = write
@@ -335,12 +334,11 @@ def _machine_code(instruction: Instruction, binder: _KindBinder) -> int | None:
 
 
 def _runner() -> ir.Module:
-    """`int64 entry(program, number, bounds, mask)`: call the functions of `number` instructions of a program with their
-    rows.
+    """`int64 entry(program, number, bounds, mask)`: call the functions of `number` instructions of a program.
 
     It returns how many it has called before the one that refuses, or `number`. A program has for each instruction its
     function, its guard (0: none, 1: a predicate, 2: a negated one), the bound and the offset of the predicate, the
-    number of words that follow, and the rows.
+    number of words that follow, and the rows that the function takes.
     """
     module = ir.Module("run")
     made = ir.Function(module, ir.FunctionType(INDEX, [_POINTER, INDEX, _POINTER, _POINTER]), ENTRY)
@@ -396,8 +394,7 @@ def _run() -> Callable[[int, int, int, int], int]:
 
 
 class _Run:
-    """A run from step `begin` of its block. `items`: its instructions with their functions; `steps`: the same one by
-    one."""
+    """A run from step `begin` of its block. `items`: its instructions with their functions; `steps`: their steps."""
 
     __slots__ = ("_accesses", "_addresses", "_before", "_begin", "_meets", "_program", "_steps", "count", "touches")
 
@@ -423,8 +420,8 @@ class _Run:
         self.part(warp, 0, self.count)
 
     def part(self, warp: Warp, first: int, count: int) -> None:
-        """Run `count` of its instructions, from number `first`. Before number 0 comes what data-flow analysis has put
-        there."""
+        """Run `count` of its instructions, from number `first`. What data-flow analysis has put before number 0 runs
+        too."""
         if first == 0:
             for before in self._before:
                 before(warp)
@@ -487,8 +484,7 @@ def _look_at(warp: Warp, item: Bound, answer: int) -> None:
 
 
 class RunFinder:
-    """Finds the runs among the instructions of a block; see machine.code.FindRuns. `steps`: the step of each
-    instruction."""
+    """Finds the runs among the instructions of a block; see machine.code.FindRuns. `steps`: their steps."""
 
     def __init__(self, items: Sequence[Bound], rows: RegisterRows, steps: Sequence[Step]) -> None:
         self._items, self._rows, self._steps = items, rows, steps
@@ -526,7 +522,7 @@ class RunFinder:
         return _code_of(item.instruction, self._rows) if wanted else None
 
     def _met_since(self, run: Sequence[tuple[Bound, int]], index: int) -> bool:
-        """Whether instruction `index` is an access that would see a stale number of meetings, because `run` contains
+        """Whether instruction `index` is an access that would see a stale number of meetings, because `run` has
         some."""
         return self._items[index].in_run is not None and any(item.form.bind in _WRITTEN for item, _ in run)
 

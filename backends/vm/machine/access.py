@@ -76,8 +76,7 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
 
 
 def visit(warp: Warp, cta: Cta, what: str, line: int) -> None:
-    """Record that `warp` uses the memory of `cta`: another CTA must be running, and must not end before this access is
-    over."""
+    """Record that `warp` uses the memory of `cta`. Another CTA must be running, and must outlive the access."""
     if cta is not warp.cta:
         cta.check_present(what)
         cta.visit(warp.agent, int(warp.clock.seen[warp.agent]), line)
@@ -345,8 +344,7 @@ def synchronise(
     warp: Warp, space: str, addresses: Addresses, sem: str, scope: str, *, acquire: bool, release: bool,
     meetings: int | None = None,
 ) -> None:  # fmt: skip
-    """A strong operation on flags: a release stores the warp's clock in them, an acquire takes over the clocks they
-    carry.
+    """A strong operation on flags: a release stores the warp's clock in them, an acquire takes over the clocks there.
 
     Call it before the access for an acquire, after it for a release. In global memory, a relaxed operation of a scope
     beyond the cluster needs the fence of the ISA's patterns (backends.vm.memory.clocks). Elsewhere it counts as acquire

@@ -82,8 +82,8 @@ class QuickRun(Protocol):
 
 
 FindRuns = Callable[[int], tuple[Mapping[int, QuickRun], bool]]
-"""Given how many executions have passed since the last call, returns the runs of a block by the index of their first
-step, and whether there may be more later."""
+"""Takes the number of executions since the last call. Returns the runs of a block by their first step, and whether
+there may be more later."""
 
 
 def _done(warp: Warp) -> None:
@@ -239,8 +239,7 @@ SCRATCH_PLACES: Final = tuple((2 * len(_WIDTHS), row * BYTES_OF_ROW[32]) for row
 
 
 def index_of(rows: Sequence[int]) -> RowIndex:
-    """An index that selects `rows` of RegisterFile.words at once: a slice, which makes no copy, where they are
-    neighbours."""
+    """An index that selects `rows` of RegisterFile.words: a slice, which makes no copy, if they are neighbours."""
     if rows and rows[0] >= 0 and all(b - a == 1 for a, b in pairwise(rows)):
         return slice(rows[0], rows[-1] + 1)
     return np.array(rows, np.intp)

@@ -122,7 +122,7 @@ class Cta:
         return self.place.cta_rank << RANK_SHIFT
 
     def _common_registers(self, warp: Warp) -> list[tuple[int, RowIndex, Row]]:
-        """Width, rows and content of the registers that are the same in all warps: symbol addresses and special
+        """Width, rows and content of the registers that are the same in all warps: symbol addresses, special
         registers."""
         rows = self.function.code.rows
         found: dict[int, dict[int, int]] = {32: {}, 64: {}}
@@ -338,8 +338,8 @@ class Cluster:
             self.ctas.append(Cta(run, self, Place(shape.grid, size, shape.block, ctaid, rank)))
 
     def part(self) -> None:
-        """Break the references between the CTAs and warps of an ended cluster, so that their memory is freed at once,
-        without the cycle collector."""
+        """Break the references between the CTAs and warps of an ended cluster: their memory is freed at once, without
+        the cycle collector."""
         for cta in self.ctas:
             cta.warps = []
         self.ctas = []

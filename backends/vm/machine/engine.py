@@ -174,8 +174,7 @@ class ThreadGroups:
         return [copy for group in waited for copy in group if not copy.operation.done]
 
     def waited(self, allowed: int) -> int:
-        """Forget the groups that a wait for all but `allowed` covers. Returns their highest serial number, 0 if there
-        is none."""
+        """Forget the groups that a wait for all but `allowed` covers. Returns their highest serial number, or 0."""
         count = max(len(self.committed) - allowed, 0)
         newest = max((copy.serial for group in self.committed[:count] for copy in group), default=0)
         del self.committed[:count]

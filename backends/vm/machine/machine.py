@@ -212,7 +212,7 @@ class Machine:
             report(fault)
 
     def whereabouts(self) -> str:
-        """Where the warps of the running launch are, what they wait for and which values they read; "" outside a
+        """Where the warps of the running launch are, what they wait for and what values they read; "" outside a
         launch."""
         if self.running is None:
             return ""
@@ -401,8 +401,8 @@ class Run:
             self.machine.counters[fault.counter] += 1
 
     def found(self, fault: Fault) -> None:
-        """Collect a fault that the launch survives. The operation it collides with ends first, as the missing order
-        would have it."""
+        """Collect a fault that the launch survives. As in the missing order, the operation it collides with ends
+        first."""
         engine = self.engine
         if engine.performing is not None:
             engine.performing.locate(fault)

@@ -73,8 +73,8 @@ class QuickAccess:
         self._site: npt.NDArray[np.int64] | None = None
 
     def in_run(self, look_at: Callable[[Warp, int], object] | None = None) -> RunAccess | None:
-        """The access for a run of machine code; None if it has to be done one by one. `look_at`: what the instruction
-        does with an answer, if anything."""
+        """The access for a run of machine code; None if runs cannot have it. `look_at`: what the instruction does with
+        an answer."""
         if self._rows or self._space not in ("shared", "shared::cta", "global"):
             return None
 

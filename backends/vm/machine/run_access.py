@@ -34,8 +34,8 @@ _PERFORMER: Final = ir.FunctionType(I64, [POINTER] * 5 + [I64] * 4)
 
 @dataclass(frozen=True, slots=True)
 class RunAccess:
-    """An access as a run sees it: the function that performs it, the words that this function takes, and what Python
-    does with an answer that needs attention."""
+    """An access as a run sees it. `function` performs it and takes `words`; `after` handles an answer that needs
+    Python."""
 
     function: int
     words: Callable[[], tuple[int, ...]]

@@ -107,8 +107,7 @@ class Late:
         return LATE_PATIENCE + 1
 
     def turn(self, run: Run) -> bool:
-        """One round over the warps that are not late. If none of them moves or all spin, one block of each late
-        warp."""
+        """One round over the warps that are not late. If none moves or all spin, one block of each late warp."""
         before = run.engine.events
         late: list[Warp] = []
         moved = 0

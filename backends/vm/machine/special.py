@@ -1,5 +1,4 @@
-"""Special registers such as `%tid.x` and `%cluster_ctarank`: their values when a warp starts, and the launch's
-sizes."""
+"""Special registers such as `%tid.x` and `%cluster_ctarank`: their values when a warp starts, and launch sizes."""
 
 from __future__ import annotations
 
@@ -76,8 +75,8 @@ _ENVIRONMENT = tuple(f"envreg{number}" for number in range(32))
 SPECIAL_REGISTERS = frozenset(
     [f"%{name}.{axis}" for name in _TRIPLES for axis in _AXES] + [f"%{name}" for name in (*_SINGLES, *_ENVIRONMENT)]
 )
-"""Special registers that keep one value for the whole life of a warp. Clocks are not among them; only `mov` reads
-those."""
+"""Special registers that keep one value for the whole life of a warp. Clocks are left to `mov`, which alone reads
+them."""
 
 
 def differs(name: str) -> bool:

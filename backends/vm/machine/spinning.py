@@ -49,8 +49,7 @@ class _Watched:
 
 @dataclass(slots=True)
 class RoundWatch:
-    """Detects warps that spin together. `events` at the last look; `changes`: the events that no spinning CTA
-    repeats."""
+    """Detects warps that spin together. `events`: at the last look; `changes`: those that no spinning CTA repeats."""
 
     changes: int = -1
     events: int = -1
@@ -109,8 +108,7 @@ class SpinWatch:
     watched: dict[int, _Watched] = field(default_factory=dict[int, _Watched])
 
     def stuck(self, run: Run) -> str | None:
-        """Called after a turn in which a warp ran. Returns None, or the sentence that describes a run that will never
-        end."""
+        """Call after a turn in which a warp ran. Returns None, or the sentence about a run that will never end."""
         if run.engine.events != self.events:
             self.events, self.turns, self.expired = run.engine.events, 0, False
             self.watched.clear()

@@ -43,15 +43,13 @@ class Carrier(Protocol):
     def touches(self) -> frozenset[Key]: ...
 
     def carry(self, warp: Warp, step: Step) -> object:
-        """Do `step`, the instruction itself, and mark the undefined bits of its results. Returns what the step
-        returns."""
+        """Do `step`, the instruction itself, and mark the undefined bits of its results. Returns the step's result."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Undefined:
-    """The undefined bits of a register, at least one of them set, in the shape and type of its storage, and their
-    origin.
+    """The undefined bits of a register, at least one of them set, in the shape and type of its storage; their origin.
 
     Several registers may share one array of bits, so it is never modified.
     """
@@ -160,8 +158,8 @@ class UndefinedRegisters(dict[Key, Undefined]):
             self.put((32, row), bits, lanes, origin)
 
     def decide(self, warp: Warp, key: Key, what: str, line: int, lanes: Mask | None = None) -> None:
-        """Report a Fault if a register is undefined in one of `lanes` (None: the active ones): it decides `what`, a
-        noun.
+        """Report a Fault if a register that decides `what` (a noun) is undefined in one of `lanes` (None: the active
+        ones).
 
         If the run goes on, it uses the value that is there and counts it as defined.
         """

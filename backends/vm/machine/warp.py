@@ -330,7 +330,7 @@ class Warp:
 
     @property
     def mask_address(self) -> int:
-        """The address of the active lanes for machine code, a byte per lane. Cached, because asking an array for it is
+        """Address of the active lanes for machine code, a byte per lane. Cached, because asking an array for it is
         slow."""
         if not self._mask_address:
             self._mask_address = address_of(self.mask)
@@ -372,8 +372,8 @@ class Warp:
         return {**(grid.known if grid is not None else {}), self.agents.serial: self.clock.seen.copy()}
 
     def acquiring(self) -> Snapshot | None:
-        """Call before the active lanes acquire from flags. Returns what the warp knows if some living lanes are not
-        active."""
+        """Call before the active lanes acquire from flags. Returns what the warp knows if other living lanes are
+        inactive."""
         alone, uneven = not self.full, self.acquires.at == self.meetings
         self.meetings += 1
         if alone and uneven:
@@ -381,8 +381,7 @@ class Warp:
         return self.known() if alone else None
 
     def have_acquired(self, before: Snapshot) -> None:
-        """Call after that acquire if not all lanes take part: only the active lanes know what they learned until the
-        lanes meet."""
+        """Call after such an acquire: until the lanes meet, only the active ones know what they have learned."""
         after = self.known()
         if any(cluster not in before or count_nonzero(seen > before[cluster]) for cluster, seen in after.items()):
             self.acquires.note(self.active_bits(), self.meetings, before, after)
@@ -436,8 +435,8 @@ class Warp:
         self.cta.threads_ended()
 
     def _note_end(self, lanes: int) -> None:
-        """Record that some lanes end and others go on: a release by the others does not cover what the ended ones have
-        stored."""
+        """Record that some lanes end and others go on: a release by the others does not cover the ended lanes'
+        stores."""
         epoch = int(self.clock.seen[self.agent])
         if self.stored_at == self.meetings:
             self.agents.releases.end(self.agent, epoch, self.meetings, lanes)
@@ -576,8 +575,7 @@ class Warp:
         self._move(strand, outcome if isinstance(outcome, int) else strand.block + 1)
 
     def _stop_elsewhere(self, strand: Strand) -> None:
-        """Let the lanes missing at an instruction of the whole warp run to a failed assertion or a trap, which says
-        why."""
+        """Let the lanes missing at a warp-wide instruction run to a failed assertion or a trap, which says why."""
         others = [one for one in self.strands if one is not strand]
         instructions = (one for block in self.code.blocks for one in block.instructions)
         if len(others) == len(self.strands) or not any(_STOP.match(one.text) for one in instructions):

@@ -141,8 +141,8 @@ class Warpgroup:
     )
 
     def issue(self, warp: Warp, line: int, descriptors: tuple[int, ...]) -> tuple[Part, int]:
-        """Record that `warp` issues its next multiplication. Returns its part and the serial number shared by all four
-        parts.
+        """Record that `warp` issues its next multiplication. Returns its part and the serial number that all four
+        share.
 
         Raises Fault if another warp of the group issued a different one.
         """
@@ -214,8 +214,7 @@ class RegisterPool:
         return 0 if self.size is None else self.size - 32 * sum(self.held)
 
     def check_possible(self, warp: int, one: Resize) -> None:
-        """Raise Fault if the launch can never satisfy `one`: .inc would wait for ever, .dec has nothing to give
-        back."""
+        """Raise Fault if the launch can never satisfy `one`: .inc would wait for ever, .dec has nothing to free."""
         if self.size is None:
             return
         most = self.size // (32 * min(WARPS, len(self.held)))
@@ -251,8 +250,7 @@ class RegisterPool:
         self.held[warp] = (min if one.way == "dec" else max)(self.held[warp], one.count)
 
     def left_alone(self) -> tuple[int, int, Resize] | None:
-        """A warp that did not execute a setmaxnreg that another of its warpgroup did: both warps, and the
-        instruction."""
+        """A warp that did not execute a setmaxnreg that another of its warpgroup did: both, and the instruction."""
         for first in range(0, len(self.done), WARPS):
             group = range(first, min(first + WARPS, len(self.done)))
             eager = max(group, key=lambda warp: len(self.done[warp]))

@@ -36,8 +36,8 @@ GLOBAL_FIELDS: Final = (
 
 
 CHANGES: Final = np.zeros(1, np.int64)
-"""How often a place of global memory has been replaced within a launch, in any machine. Machine code that keeps a place
-compares it."""
+"""How often any machine has replaced a place of global memory within a launch. Machine code compares it to reuse a
+place."""
 
 
 def places_change() -> None:
@@ -46,8 +46,7 @@ def places_change() -> None:
 
 
 class MemoryWords:
-    """A memory as machine code reads it, at `address`: the values of SHARED_FIELDS or GLOBAL_FIELDS, arrays by
-    address."""
+    """A memory as machine code reads it at `address`: values of SHARED_FIELDS or GLOBAL_FIELDS, arrays by address."""
 
     __slots__ = ("_words", "address", "fields")
 
@@ -69,8 +68,8 @@ def defined(size: int) -> ir.Constant:
 
 
 def callable_of(write: Callable[[ir.Function], object], pointers: int, numbers: int) -> Callable[..., int]:
-    """A callable of `pointers` addresses and then `numbers` 64-bit numbers, which returns one; `write` writes its
-    machine code."""
+    """A callable of `pointers` addresses, then `numbers` 64-bit numbers, that returns a number. `write` writes its
+    code."""
     module = ir.Module("access")
     write(ir.Function(module, ir.FunctionType(I64, [POINTER] * pointers + [I64] * numbers), ENTRY))
     kind = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * pointers, *[ctypes.c_int64] * numbers)

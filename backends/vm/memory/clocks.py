@@ -270,7 +270,7 @@ ANYONE = -1
 
 @dataclass(slots=True)
 class Carried:
-    """The clocks that arrivals at a place have brought, by rank of their CTA and whether they release only to that CTA
+    """The clocks that arrivals at a place have brought, by rank of their CTA and whether they release only to it
     (`.cta`).
 
     A release of scope .cta orders nothing for another CTA, and an acquire of that scope takes nothing from another CTA

@@ -75,8 +75,7 @@ def performer(kind: Kind) -> Perform:
 
 
 def program(address: tuple[int, int], offset: int, line: int, registers: Sequence[tuple[int, int]]) -> Words:
-    """The parameters of an instruction for its performer: place of the address, offset, PTX line, places of the
-    registers.
+    """The parameters of an instruction for its performer: places of address and registers, offset, PTX line.
 
     A place is the index of a bound of the register file and the offset from there in bytes.
     """
@@ -182,8 +181,8 @@ class _Access(MemoryCode):
             self._check_kept(granule)
 
     def _loose(self, granule: Any, lane: Any, writer: Any) -> Any:
-        """Whether another lane of the warp wrote a granule since they last met, or the writing warp has lanes that
-        released alone."""
+        """Whether another lane of the warp wrote a granule since they last met, or its writer has lanes that released
+        alone."""
         b, by = self.b, self._agent(writer)
         other = b.icmp_signed("!=", self.at(self._pointer("lane"), granule, I8), b.trunc(lane, I8))
         own = b.icmp_signed("==", by, self.agent)
@@ -214,8 +213,8 @@ class _Access(MemoryCode):
                 look()
 
     def _count_banks(self, banks: Any, at: Any, waiting: Any, served: Any) -> None:
-        """Count groups of lanes as the banks serve them: lanes of a group share words or use different banks, or it is
-        a conflict.
+        """Count the groups of lanes that the banks serve. Lanes of a group share words or use different banks, or
+        conflict.
 
         `waiting`: lanes of the group that is not full.
         """

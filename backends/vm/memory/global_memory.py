@@ -76,8 +76,7 @@ class Buffer:
         return known.read_at(line)
 
     def check_defined(self, offsets: Addresses, size: int, access: str) -> None:
-        """Report a Fault if one of `size` bytes at each of `offsets` [n] is undefined: `access` depends on all of
-        them."""
+        """Report a Fault if `access`, which depends on `size` bytes at each of `offsets` [n], finds one undefined."""
         missing = self.missing(offsets, size)
         if missing is not None:
             lane, byte = np.argwhere(missing)[0].tolist()
@@ -100,8 +99,7 @@ class Buffer:
         self.sources.note(at >> 2, origin)
 
     def outcome(self) -> Iterator[Fault]:
-        """The faults at the end of a launch: one for each PTX line that stored an undefined value that the host can
-        see."""
+        """The faults at the end of a launch: one per PTX line that stored an undefined value that the host can see."""
         if self.scratch or self.state is None or not self.sources.by_unit:
             return
         left = np.zeros(-(-self.state.size // 4) * 4, np.bool_)
@@ -259,8 +257,7 @@ class GlobalMemory:
 
 
 class DeviceHeap:
-    """Memory that kernels allocate by malloc and free. It lasts as long as the global memory, and is undefined until
-    written.
+    """Memory that kernels allocate by malloc and free: lasts as long as the global memory, undefined until written.
 
     An address is never reused, so that a use after free hits no buffer.
     """

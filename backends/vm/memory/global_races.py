@@ -317,11 +317,10 @@ class GlobalRaces:
         lanes: Addresses | None = None,
         bulk: bool = False,
     ) -> None:
-        """Check and mark a read of `size` bytes at each address [n] of one buffer, by the agent and epoch of `stamp`
-        for `warp`.
+        """Check and mark a read of `size` bytes at each address [n] of one buffer, for `warp`.
 
-        Reports a race; its lane is the number of the access if `by_lane`. `lanes` [n]: the lanes of the warp that read;
-        None if unknown. `bulk`: through the asynchronous proxy.
+        `stamp`: the reading agent and its epoch. Reports a race; its lane is the number of the access if `by_lane`.
+        `lanes` [n]: the lanes of the warp that read; None if unknown. `bulk`: through the asynchronous proxy.
         """
         if self.chain.before:
             self.chain.check(buffer, addresses, size, warp.clock, writes=False, by_lane=by_lane)
@@ -537,8 +536,8 @@ class GlobalRaces:
         return f"{name} of {'the cluster of ' if agents.size > 1 else ''}CTA {self.first_ctas[serial]}"
 
     def release(self, address: int, warp: Accessor, *, ordered: bool) -> None:
-        """A strong write of gpu scope: the flag carries what `warp` has seen or, unless `ordered`, what it has
-        published."""
+        """A strong write of gpu scope: the flag carries what `warp` has seen, or only what it has published unless
+        `ordered`."""
         grid = warp.clock.grid
         if ordered:
             carried = warp.known()

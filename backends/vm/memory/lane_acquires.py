@@ -24,8 +24,8 @@ class LaneAcquires:
     after: list[tuple[int, Snapshot]] = field(default_factory=list[tuple[int, Snapshot]])
 
     def note(self, lanes: int, meetings: int, before: Snapshot, after: Snapshot) -> None:
-        """Record that `lanes` of a warp that has met `meetings` times have acquired: its knowledge grew from `before`
-        to `after`."""
+        """Record an acquire by `lanes` of a warp that has met `meetings` times. It knew `before`, and now knows
+        `after`."""
         if self.at != meetings:
             self.at, self.before, self.after = meetings, before, []
         self.after = [*(one for one in self.after if one[0] & ~lanes), (lanes, after)]

@@ -86,8 +86,8 @@ class LaneReleases:
                 "bar.warp.sync is missing ahead of the release")  # fmt: skip
 
     def _ends(self, agent: int, lane: int, meetings: int) -> list[tuple[int, int]]:
-        """The epochs in which `lane` (any lane if unknown) ended while its warp had met `meetings` times, and the lanes
-        that ended."""
+        """The epochs in which `lane` (any lane if unknown) ended while its warp had met `meetings` times, and the ended
+        lanes."""
         return [
             (epoch, lanes)
             for epoch, met, lanes in self.ended.get(agent, ())

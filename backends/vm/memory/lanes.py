@@ -31,8 +31,7 @@ class LaneWrites:
         self.met = np.zeros(granules, np.int32)
 
     def note(self, granules: Addresses, lanes: Addresses | None, meetings: int) -> None:
-        """Record that lanes [n] of a warp that has met `meetings` times wrote granules [n, k]. None: the lanes are
-        unknown."""
+        """Record a write by lanes [n] (None: unknown) to granules [n, k]; their warp has met `meetings` times."""
         self.lane[granules] = -1 if lanes is None else lanes[:, None]
         self.met[granules] = meetings
 
@@ -41,8 +40,7 @@ class LaneWrites:
         self.lane, self.met = np.repeat(self.lane, times), np.repeat(self.met, times)
 
     def foreign(self, granules: Addresses, lanes: Addresses, meetings: int) -> npt.NDArray[np.bool_]:
-        """Which of granules [n, k] were written by another lane than lanes [n] since the warp's meeting number
-        `meetings`."""
+        """Which of granules [n, k] another lane than lanes [n] wrote since the warp's meeting number `meetings`."""
         return (self.met[granules] == meetings) & (self.lane[granules] != lanes[:, None])
 
     def loose(self, granules: Addresses, stamps: Stamps, seen: Epochs, releases: LaneReleases) -> npt.NDArray[np.bool_]:

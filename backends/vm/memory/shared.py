@@ -91,8 +91,7 @@ class SharedMemory:
         )  # fmt: skip
 
     def check(self, offsets: Addresses, size: int, access: str) -> None:
-        """Raise Fault unless every access of `size` bytes is inside this CTA's shared memory and aligned to its
-        size."""
+        """Raise Fault unless every access of `size` bytes is inside this CTA's shared memory and aligned."""
         bad = (offsets < RESERVED) | (offsets + size > self.size) | (offsets & (size - 1) != 0)
         if count_nonzero(bad):
             lane = int(np.flatnonzero(bad)[0])
@@ -126,10 +125,10 @@ class SharedMemory:
         return self.data[index], None if count_nonzero(defined) == defined.size else ~defined
 
     def check_lanes(self, offsets: Addresses, size: int, lanes: Addresses, by: tuple[int, int], action: str) -> None:
-        """Report what other lanes of the same warp wrote since they last met, before `lanes` [n] access `size` bytes at
-        `offsets`.
+        """Report what other lanes of a warp wrote since they last met, before `lanes` [n] access `size` bytes at
+        `offsets` [n].
 
-        `offsets` is [n]. `by`: the warp's agent, and how often it has met.
+        `by`: the warp's agent, and how often it has met.
         """
         if lanes.size != offsets.size:
             return  # ldmatrix, which gathers the lanes
@@ -301,8 +300,8 @@ class SharedMemory:
         self.reader_line[granules] = self.agents.line()
 
     def keep_readings_of(self, agent: int) -> npt.NDArray[np.int32]:
-        """Where the readings of an agent that was not the last reader are kept. Made on first use, and registered for
-        machine code."""
+        """The array that keeps readings of an agent that was not the last reader. Made on first use, for machine code
+        too."""
         if agent not in self.readers:
             known, spare = len(self.readers), _SPARE_READINGS.get(self.reader.size)
             kept = spare.pop() if spare else np.zeros((2, self.reader.size), np.int32)

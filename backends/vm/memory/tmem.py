@@ -111,11 +111,10 @@ class TensorMemory:
         self.peak_columns = max(self.peak_columns, int(self.owned.sum()))
 
     def close(self, address: int, columns: int, clock: Clock, line: int) -> None:
-        """Record that a CTA of the pair executes the dealloc of an allocation, at PTX `line`, with what `clock` has
-        seen.
+        """Record that a CTA of the pair, with what `clock` has seen, deallocates an allocation at PTX `line`.
 
-        With cta_group::2 it frees the columns of both CTAs, and the ISA does not say that it waits for the other CTA
-        (9.7.16.7.1, Table 48): all accesses by either CTA must come before.
+        With cta_group::2 the dealloc frees the columns of both CTAs, and the ISA does not say that it waits for the
+        other CTA (9.7.16.7.1, Table 48): all accesses by either CTA must come before.
         """
         first = address & 0xFFFF
         if any((one.first, one.columns) == (first, columns) for one in self.allocations):
@@ -128,8 +127,7 @@ class TensorMemory:
         self._check_loaded(cells, "tcgen05.dealloc frees")
 
     def free(self, address: int, columns: int, clock: Clock) -> None:
-        """Free an allocation. Address and size must be those of the allocation, and all accesses must be ordered
-        before."""
+        """Free the allocation of this address and size. All accesses to it must be ordered before."""
         for allocation in self.allocations:
             if allocation.first == address & 0xFFFF and allocation.columns == columns and address >> 16 == 0:
                 cells = slice(0, LANES), slice(allocation.first, allocation.first + columns)
@@ -181,8 +179,7 @@ class TensorMemory:
         return np.where(self.defined, np.uint32(0), ALL if self.hidden is None else self.hidden)
 
     def undefine(self, bits: Words, origin: Origin) -> None:
-        """Set the undefined bits of every cell, uint32 [128, 512]. Bits that were not undefined before come from
-        `origin`."""
+        """Set the undefined bits of every cell, uint32 [128, 512]. Newly undefined bits come from `origin`."""
         new = (bits != 0) & (self.defined if self.hidden is None else self.defined | (bits != self.hidden))
         self.sources.note(np.flatnonzero(new.any(axis=0)), origin)
         self.defined, self.hidden = bits == 0, bits
@@ -220,8 +217,8 @@ class TensorMemory:
         return late is not None and int(count_nonzero(late & (agent_of(found) == agent))) > 0
 
     def check_pipelined(self, index: Index, reads: int, writes: int, ended: int) -> None:
-        """Report what the tensor core still reads, for an mma of another accumulator, where an mma with these stamps
-        will write.
+        """Before an mma with these stamps writes: report cells that the tensor core still reads for another
+        accumulator's mma.
 
         `ended`: the last mma whose end its issuer has seen. The ISA orders MMAs of one accumulator (9.7.16.6.2): such
         an mma reads what it writes, or comes before the writer.
