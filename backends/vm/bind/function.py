@@ -149,7 +149,8 @@ class Relatives:
     def rows_for(
         self, types: Mapping[str, str], symbols: Mapping[str, str], target: tuple[str, Version]
     ) -> RegisterRows:
-        """Rows for a function of these declarations: shared with the first function if they are the same."""
+        """Rows for a function of these declarations. They extend the first function's rows if its declarations are the
+        same."""
         rows = self.rows
         if rows is not None and (rows.types, rows.symbols, self.target) == (types, symbols, target):
             return rows.extended()

@@ -285,8 +285,10 @@ _WRITTEN: Final[dict[Bind, Write]] = {}
 
 
 def writes(family: Bind) -> Callable[[Write], Write]:
-    """Register the writer of machine code for a family whose steps need more than registers, and make the lanes
-    meet."""
+    """Register the writer of machine code for a family whose steps need more than registers.
+
+    Each of these steps is a meeting of the warp's lanes.
+    """
 
     def register(write: Write) -> Write:
         _WRITTEN[family] = write

@@ -36,8 +36,8 @@ GLOBAL_FIELDS: Final = (
 
 
 CHANGES: Final = np.zeros(1, np.int64)
-"""How often any machine has replaced a place of global memory within a launch. Machine code compares it to reuse a
-place."""
+"""How often any machine has replaced a place of global memory within a launch. Machine code that keeps a place compares
+it."""
 
 
 def places_change() -> None:
