@@ -1,4 +1,4 @@
-"""Flat memories: global buffers between unmapped gaps, constant and parameter space, and per-thread local memory."""
+"""Global memory: buffers between unmapped gaps, the windows of generic addresses, and the heap of kernels."""
 
 from __future__ import annotations
 

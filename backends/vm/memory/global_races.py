@@ -536,8 +536,8 @@ class GlobalRaces:
         return f"{name} of {'the cluster of ' if agents.size > 1 else ''}CTA {self.first_ctas[serial]}"
 
     def release(self, address: int, warp: Accessor, *, ordered: bool) -> None:
-        """A strong write of gpu scope: the flag carries what `warp` has seen, or only what it has published unless
-        `ordered`."""
+        """A strong write of gpu scope: if `ordered`, the flag carries what `warp` has seen, else what it has
+        published."""
         grid = warp.clock.grid
         if ordered:
             carried = warp.known()
@@ -548,7 +548,7 @@ class GlobalRaces:
         merge(self.flags.setdefault(address, {}), carried)
 
     def acquire(self, address: int, warp: Accessor, *, ordered: bool) -> None:
-        """A strong read of gpu scope: `warp` knows what the flag carries or, unless `ordered`, only notices it."""
+        """A strong read of gpu scope: if `ordered`, `warp` knows what the flag carries, else it only notices it."""
         found = self.flags.get(address)
         if not found:
             return

@@ -125,10 +125,9 @@ class SharedMemory:
         return self.data[index], None if count_nonzero(defined) == defined.size else ~defined
 
     def check_lanes(self, offsets: Addresses, size: int, lanes: Addresses, by: tuple[int, int], action: str) -> None:
-        """Report what other lanes of a warp wrote since they last met, before `lanes` [n] access `size` bytes at
-        `offsets` [n].
+        """Report what other lanes of a warp wrote since they last met, before `lanes` [n] access `offsets` [n].
 
-        `by`: the warp's agent, and how often it has met.
+        Each accesses `size` bytes. `by`: the warp's agent, and how often it has met.
         """
         if lanes.size != offsets.size:
             return  # ldmatrix, which gathers the lanes
@@ -300,8 +299,8 @@ class SharedMemory:
         self.reader_line[granules] = self.agents.line()
 
     def keep_readings_of(self, agent: int) -> npt.NDArray[np.int32]:
-        """The array that keeps readings of an agent that was not the last reader. Made on first use, for machine code
-        too."""
+        """The array that keeps readings of an agent that was not the last reader; made, for machine code too, on first
+        use."""
         if agent not in self.readers:
             known, spare = len(self.readers), _SPARE_READINGS.get(self.reader.size)
             kept = spare.pop() if spare else np.zeros((2, self.reader.size), np.int32)
