@@ -1,6 +1,6 @@
 """What an instruction makes of undefined operands, and which registers a lane may read before it has written them.
 
-A register is assigned at a point when every path from the entry writes it there first, without a guard. A data-flow
+A register is assigned at a point if every path from the entry has written it by then without a guard. A data-flow
 analysis proves this for most reads. The other registers begin undefined in every lane (machine.undefined), and their
 bits travel from there:
 
