@@ -64,7 +64,7 @@ def mma_sparse_integer(b: Binder) -> Step:
 
 
 def _sparse(b: Binder, bits: int, c_bits: int, product: SparseProduct) -> Step:
-    """`d, a, b, c, metadata, selector`. A has the fragment of an mma.sync of half the K, B that of the full K."""
+    """`d, a, b, c, metadata, selector`. A has the fragment of an mma.sync with half the K, B with all of K."""
     d, left, right, addend, metadata, chosen = b.expect(6)
     k = int(re.findall(r"\d+", b.words["shape"])[2])
     c = accumulator_fragment(16, c_bits)
