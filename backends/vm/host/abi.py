@@ -1,7 +1,7 @@
 """The C structures that a compiled host function exchanges with the CUDA runtime and with TVM FFI (64-bit).
 
-Those of TVM FFI and DLPack stand in backends/gpu/host_program.py too, on purpose: the VM shares no code with the
-device's executor, so that a mistake cannot hide in both.
+backends/gpu/host_program.py repeats the TVM FFI and DLPack structures on purpose: the VM shares no code with the
+device executor, so that one mistake cannot hide in both.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Final
 
 
 class HostError(Exception):
-    """The host function, its object or its arguments do not fit this runtime; the text says which and what would."""
+    """The host function, its object or its arguments do not fit this runtime. The message says which and what would."""
 
 
 class LaunchAttribute(ctypes.Structure):
-    """cudaLaunchAttribute: 72 bytes, the value at byte 8 (facts.md 0.2)."""
+    """cudaLaunchAttribute: 72 bytes with the value at byte 8 (facts.md 0.2)."""
 
     _fields_ = (("id", ctypes.c_uint32), ("padding", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16))
 
@@ -38,7 +38,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 class DLTensor(ctypes.Structure):
-    """DLPack 1.x DLTensor: sizes and strides in elements, `byte_offset` from `data`."""
+    """DLPack 1.x DLTensor: sizes and strides in elements, `byte_offset` relative to `data`."""
 
     _fields_ = (
         ("data", ctypes.c_uint64),
@@ -55,7 +55,7 @@ class DLTensor(ctypes.Structure):
 
 
 class FfiPayload(ctypes.Union):
-    """The value of a TVMFFIAny, by type_index."""
+    """The value of a TVMFFIAny. Its type_index selects the member."""
 
     _fields_ = (("integer", ctypes.c_int64), ("real", ctypes.c_double), ("pointer", ctypes.c_uint64))
 
@@ -84,7 +84,7 @@ class FfiArray(ctypes.Structure):
 FFI_NONE, FFI_INT, FFI_BOOL, FFI_FLOAT, FFI_POINTER, FFI_DLTENSOR, FFI_ARRAY = 0, 1, 2, 3, 4, 7, 71
 DEVICE_CUDA: Final = 2
 
-# DLDataTypeCode (dlpack.h) and bits; a packed pair of 4-bit floats is one element of two lanes.
+# DLDataTypeCode (dlpack.h), bits and lanes. A packed pair of 4-bit floats is one element of two lanes.
 DL_TYPES: Final[Mapping[str, tuple[int, int, int]]] = {
     "s8": (0, 8, 1), "s16": (0, 16, 1), "s32": (0, 32, 1), "s64": (0, 64, 1),
     "u8": (1, 8, 1), "u16": (1, 16, 1), "u32": (1, 32, 1), "u64": (1, 64, 1),
@@ -100,7 +100,7 @@ SCALAR_FORMATS: Final[Mapping[str, str]] = {
 
 
 def scalar_bytes(dtype: str, value: float) -> bytes:
-    """A parameter passed by value. HostError for a dtype that does not exist and for a value that does not fit it."""
+    """The bytes of a parameter passed by value. HostError for an unknown dtype or a value that does not fit it."""
     if dtype not in SCALAR_FORMATS:
         raise HostError(f"a scalar argument of dtype {dtype!r}; known are {', '.join(SCALAR_FORMATS)}")
     try:
@@ -110,14 +110,14 @@ def scalar_bytes(dtype: str, value: float) -> bytes:
 
 
 def copy_from(address: int, size: int, what: str) -> bytes:
-    """`size` bytes at `address` of this process; HostError, and no crash, where nothing is mapped."""
+    """`size` bytes at `address` of this process. HostError instead of a crash where nothing is mapped."""
     if size == 0:
         return b""
     if address == 0:
         raise HostError(f"{what} is a null pointer; {size} bytes were to be read there")
     reader, writer = os.pipe()
     try:
-        # The kernel checks the addresses that it is given to write from; reading them here would end the process.
+        # write(2) fails on an unmapped address; reading it here would kill the process.
         parts = [_through(reader, writer, address + at, min(4096, size - at)) for at in range(0, size, 4096)]
     except OSError as error:
         if error.errno != errno.EFAULT:

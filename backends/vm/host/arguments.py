@@ -1,7 +1,7 @@
-"""Arguments by name made into what compiled code takes: TVM FFI values, or pointers to packed descriptors.
+"""Turns named arguments into what compiled code takes: TVM FFI values, or pointers to packed descriptors.
 
-Arguments are read by their shape (the fields of megamoe.contract's TensorArg and its like), so
-that nothing of ours is imported. Everything that compiled code will read is kept alive by the returned object.
+Arguments are read through protocols with the fields of megamoe.contract's TensorArg and similar classes, so this file
+does not import megamoe. The returned object keeps everything alive that compiled code reads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from backends.vm.memory.global_memory import Buffer
 
 
 class PackedFieldsLike(Protocol):
-    """What the packed convention passes of a tensor after its address."""
+    """The fields that the packed convention passes after a tensor's address."""
 
     @property
     def dims(self) -> Sequence[int]: ...
@@ -96,14 +96,14 @@ class ShapeArgLike(Protocol):
 
 @dataclass(slots=True)
 class Passed:
-    """Arguments in memory. `kept` are the C objects that pointers among them lead to."""
+    """Arguments in memory. `kept` holds the C objects that they point to."""
 
     addresses: list[int] = field(default_factory=list[int])
     values: list[FfiAny] = field(default_factory=list[FfiAny])
     kept: list[object] = field(default_factory=list[object])
 
     def keep(self, content: bytes) -> int:
-        """The address of a copy of `content` that lives as long as this object."""
+        """The address of a copy of `content`. The copy lives as long as this object."""
         held = ctypes.create_string_buffer(content, max(len(content), 1))
         self.kept.append(held)
         return ctypes.addressof(held)
@@ -111,7 +111,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A tensor argument found in memory: the address of its first element, sizes and strides in elements."""
+    """A tensor argument in memory: the address of its first element, sizes and strides in elements."""
 
     address: int
     shape: tuple[int, ...]
@@ -120,7 +120,7 @@ class _Placed:
 
 
 def pass_by_ffi(args: Sequence[object], buffers: Mapping[str, Buffer]) -> Passed:
-    """TVM FFI values, one an argument. HostError for a tensor that is not there or reaches beyond its memory."""
+    """TVM FFI values, one per argument. HostError for a tensor that is missing or exceeds its memory."""
     passed = Passed()
     for arg in args:
         passed.values.append(_ffi_value(arg, buffers, passed))
@@ -128,7 +128,7 @@ def pass_by_ffi(args: Sequence[object], buffers: Mapping[str, Buffer]) -> Passed
 
 
 def pass_packed(args: Sequence[object], buffers: Mapping[str, Buffer]) -> Passed:
-    """Pointers to descriptors, as the header that CuTeDSL generates declares them: address, sizes, strides."""
+    """Pointers to descriptors as CuTeDSL's generated header declares them: address, sizes, strides."""
     passed = Passed()
     for arg in args:
         if isinstance(arg, ShapeArgLike):
@@ -168,7 +168,7 @@ def _packed_bytes(arg: object, buffers: Mapping[str, Buffer]) -> bytes:
         dim, stride = _integer(fields.dim_bits), _integer(fields.stride_bits)
         dims = [placed.shape[axis] for axis in fields.dims]
         strides = [placed.strides[axis] for axis in fields.strides]
-        # "@": the padding between 4- and 8-byte members is that of the C struct.
+        # "@" pads between 4- and 8-byte members as a C struct does.
         return struct.pack(f"@P{len(dims)}{dim}{len(strides)}{stride}", placed.address, *dims, *strides)
     if isinstance(arg, BufferArgLike):
         return struct.pack("<Q", _address(arg, buffers))
@@ -236,7 +236,7 @@ def _place(arg: TensorArgLike, buffers: Mapping[str, Buffer]) -> _Placed:
 
 
 def compact(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a tensor without gaps whose last dimension is the fastest."""
+    """Strides, in elements, of a dense tensor whose last dimension is the fastest."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):

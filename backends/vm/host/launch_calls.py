@@ -1,4 +1,4 @@
-"""The launch: what the host function asked for, checked for sense, run on the machine, and kept on record."""
+"""Kernel launches: each is checked, recorded and run on the machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from backends.vm.machine.special import Dim3, LaunchShape
 MOST_ATTRIBUTES: Final = 32
 PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
 CLUSTER, COOPERATIVE, PROGRAMMATIC_SERIALIZATION = 4, 2, 6
-# cudaLaunchAttributeID. All but the cluster's size only order or place work; running launches one after another, with
-# every CTA admitted when those before it wait, satisfies them. What a launch that may begin early must not touch yet
-# is checked where the launch before it is the last thing that its stream was given.
+# cudaLaunchAttributeID. All but the cluster size only order or place work. Running launches one after another, and
+# admitting each CTA when the earlier ones wait, satisfies them. A launch that may begin early (programmatic
+# serialization) is checked for early accesses if the launch before it is the latest work in its stream.
 ATTRIBUTES: Final[Mapping[int, str]] = {
     0: "Ignore", 1: "AccessPolicyWindow", COOPERATIVE: "Cooperative", 3: "SynchronizationPolicy",
     CLUSTER: "ClusterDimension", 5: "ClusterSchedulingPolicyPreference",
@@ -29,7 +29,7 @@ ATTRIBUTES: Final[Mapping[int, str]] = {
 
 @answers("_cudaLaunchKernelEx", POINTER, POINTER, POINTER)
 def launch_kernel_ex(runtime: Runtime, config: int, kernel: int, params: int) -> None:
-    """Run a kernel to its end."""
+    """Run a kernel with launch attributes to its end."""
     size = ctypes.sizeof(LaunchConfig)
     asked = LaunchConfig.from_buffer_copy(copy_from(config, size, "the launch configuration"))
     entry = runtime.kernel_name(kernel)
@@ -52,7 +52,7 @@ def launch_kernel(
     runtime: Runtime, kernel: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, params: int, smem: int,
     stream: int,
 ) -> None:  # fmt: skip
-    """Run a kernel without attributes to its end."""
+    """Run a kernel without launch attributes to its end."""
     entry = runtime.kernel_name(kernel)
     values = _params(runtime, entry, params)
     _run(runtime, LaunchRecord(entry, (gx, gy, gz), (bx, by, bz), (1, 1, 1), smem, stream, {}, values))

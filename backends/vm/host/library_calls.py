@@ -1,4 +1,4 @@
-"""Runtime calls about devices, libraries, kernels and errors; signatures are those of the CUDA runtime API."""
+"""Runtime calls about devices, libraries, kernels and errors, with the signatures of the CUDA runtime API."""
 
 from __future__ import annotations
 
@@ -30,44 +30,44 @@ _NON_PORTABLE_CLUSTER = 14
 
 @answers("_cudaGetDevice", POINTER)
 def get_device(runtime: Runtime, device: int) -> None:
-    """Device 0, the only one."""
+    """Report device 0, the only one."""
     put_s32(device, 0)
 
 
 @answers("_cudaGetDeviceCount", POINTER)
 def get_device_count(runtime: Runtime, count: int) -> None:
-    """One device."""
+    """Report one device."""
     put_s32(count, 1)
 
 
 @answers("_cuDeviceGet", POINTER, INT)
 def device_get(runtime: Runtime, device: int, ordinal: int) -> int:
-    """The handle of device 0 is 0."""
+    """Report handle 0 for device 0."""
     put_s32(device, 0)
     return SUCCESS if ordinal == 0 else INVALID_VALUE
 
 
 @answers("_cudaSetDevice", INT)
 def set_device(runtime: Runtime, device: int) -> int:
-    """Only device 0 can be chosen."""
+    """Accept device 0 only."""
     return SUCCESS if device == 0 else INVALID_VALUE
 
 
 @answers("_cudaDeviceGetAttribute", POINTER, INT, INT)
 def device_get_attribute(runtime: Runtime, value: int, attribute: int, device: int) -> None:
-    """An attribute of the device."""
+    """Report an attribute of the device."""
     put_s32(value, runtime.device.attribute(attribute))
 
 
 @answers("_cudaDeviceSynchronize")
 def device_synchronize(runtime: Runtime) -> None:
-    """Every launch has ended before its call returns."""
+    """Nothing to wait for: every launch ends before its call returns."""
     runtime.last_in = None
 
 
 @answers("_cudaGetLastError")
 def get_last_error(runtime: Runtime) -> int:
-    """An error ends the call, so that none is left to report."""
+    """Report success: an error ends the call, so none is left to report."""
     return SUCCESS
 
 
@@ -76,7 +76,7 @@ def library_load_data(
     runtime: Runtime, library: int, image: int, jit: int, jit_values: int, jit_count: int, options: int, values: int,
     count: int,
 ) -> None:  # fmt: skip
-    """Accept an image; what runs is the PTX that came with the program."""
+    """Accept an image and ignore it: the PTX that came with the program runs."""
     magic = copy_from(image, 4, "the device code given to cudaLibraryLoadData")
     if magic not in _IMAGES:
         raise HostError(f"cudaLibraryLoadData is given an image that begins with {magic.hex()}, no fatbin and no cubin")
@@ -85,18 +85,18 @@ def library_load_data(
 
 @answers("_cudaLibraryUnload", POINTER)
 def library_unload(runtime: Runtime, library: int) -> None:
-    """Nothing is held by a library."""
+    """Do nothing: libraries hold no resources here."""
 
 
 @answers("_cudaLibraryGetKernel", POINTER, POINTER, STRING)
 def library_get_kernel(runtime: Runtime, kernel: int, library: int, name: bytes) -> None:
-    """A kernel by the name of its PTX entry."""
+    """Report the kernel with the name of a PTX entry."""
     put_u64(kernel, runtime.kernel_handle(name.decode()))
 
 
 @answers("_cuKernelGetAttribute", POINTER, INT, POINTER, INT)
 def kernel_get_attribute(runtime: Runtime, value: int, attribute: int, kernel: int, device: int) -> None:
-    """CUfunction_attribute 0, 1, 2, 3 and 8; registers are not known from PTX."""
+    """Report CUfunction_attribute 0, 1, 2, 3 or 8. PTX does not tell the number of registers."""
     layout = runtime.module.entry(runtime.kernel_name(kernel))
     known = {
         _MAX_THREADS: 1024,
@@ -114,7 +114,7 @@ def kernel_get_attribute(runtime: Runtime, value: int, attribute: int, kernel: i
 
 @answers("_cudaFuncSetAttribute", POINTER, INT, INT)
 def func_set_attribute(runtime: Runtime, kernel: int, attribute: int, value: int) -> int:
-    """Opt in to more shared memory than 48 KiB, or to clusters of more than 8 CTAs; other attributes are hints."""
+    """Opt in to more than 48 KiB of shared memory or to clusters of more than 8 CTAs. Other attributes are hints."""
     entry = runtime.kernel_name(kernel)
     if attribute == _MAX_DYNAMIC:
         if value > runtime.device.attribute(97) - runtime.module.entry(entry).static_shared:
@@ -133,14 +133,14 @@ def kernel_set_attribute(runtime: Runtime, kernel: int, attribute: int, value: i
 
 @answers("_cudaOccupancyMaxActiveBlocksPerMultiprocessor", POINTER, POINTER, INT, SIZE)
 def occupancy(runtime: Runtime, count: int, kernel: int, threads: int, dynamic_smem: int) -> None:
-    """CTAs an SM holds by threads and shared memory."""
+    """Report how many CTAs an SM holds, by threads and shared memory."""
     static = runtime.module.entry(runtime.kernel_name(kernel)).static_shared
     put_s32(count, runtime.device.resident_ctas(threads, static + dynamic_smem))
 
 
 @answers("cuda_dialect_init_library_once", POINTER, POINTER, POINTER, POINTER)
 def init_library_once(runtime: Runtime, state: int, init: int, load_to_device: int, set_error: int) -> int:
-    """CuTeDSL's lazy start of a TVM FFI function: `init(&library)`, then `load_to_device(&library, device)`."""
+    """Start a TVM FFI function of CuTeDSL lazily: `init(&library)`, then `load_to_device(&library, device)`."""
     slot = ctypes.c_uint64.from_address(state)
     if slot.value:
         return SUCCESS
@@ -156,7 +156,7 @@ def init_library_once(runtime: Runtime, state: int, init: int, load_to_device: i
 
 @answers("cuda_dialect_unload_library_once", POINTER, result=None)
 def unload_library_once(runtime: Runtime, state: int) -> None:
-    """Nothing is held by a library."""
+    """Do nothing: libraries hold no resources here."""
 
 
 def _call(function: int, *arguments: int) -> int:
@@ -165,7 +165,7 @@ def _call(function: int, *arguments: int) -> int:
     return prototype(function)(*arguments)
 
 
-# Runtime calls by which compiled code reports an error, and the stream that TVM FFI functions ask for.
+# Runtime calls that report an error of compiled code, and the stream for TVM FFI functions.
 
 
 _LONGEST = 4096
@@ -173,13 +173,13 @@ _LONGEST = 4096
 
 @answers("TVMFFIErrorSetRaisedFromCStr", STRING, STRING, result=None)
 def set_raised(runtime: Runtime, kind: bytes, message: bytes) -> None:
-    """The host function refuses its arguments."""
+    """Note that the host function refuses its arguments."""
     runtime.refusal = f"{_text(kind)}: {_text(message)}"
 
 
 @answers("TVMFFIErrorSetRaisedFromCStrParts", STRING, POINTER, INT, result=None)
 def set_raised_from_parts(runtime: Runtime, kind: bytes, parts: int, count: int) -> None:
-    """As above, with the message in pieces."""
+    """As set_raised, with the message in pieces."""
     pointers = struct.unpack(f"<{count}Q", copy_from(parts, 8 * count, "the parts of an error message"))
     runtime.refusal = f"{_text(kind)}: {''.join(_string(pointer) for pointer in pointers if pointer)}"
 
@@ -196,7 +196,7 @@ def env_get_stream(runtime: Runtime, device_type: int, device: int) -> int:
 
 @answers("CuteDSLRT_TVMFFISetRaisedCudaError", POINTER, INT, result=None)
 def set_raised_cuda_error(runtime: Runtime, set_error: int, code: int) -> None:
-    """A runtime call has failed."""
+    """Note that a runtime call has failed."""
     runtime.refusal = f"CUDA error {code}"
 
 
@@ -207,7 +207,7 @@ def set_raised_cuda_error(runtime: Runtime, set_error: int, code: int) -> None:
     result=None,
 )  # fmt: skip
 def set_raised_launch_error(runtime: Runtime, set_error: int, *values: int | bytes) -> None:
-    """The launch's own check, compiled in front of it, has found sizes that the device does not take."""
+    """Note that the check compiled in front of a launch has found sizes that the device does not support."""
     violation = values[18]
     runtime.refusal = (
         f"a launch of grid {values[0:3]}, block {values[3:6]} and {values[7]} bytes of dynamic smem is refused: "
@@ -217,20 +217,20 @@ def set_raised_launch_error(runtime: Runtime, set_error: int, *values: int | byt
 
 @answers("cuda_dialect_assert_success", INT, result=None)
 def assert_success(runtime: Runtime, code: int) -> None:
-    """CuTeDSL's runtime ends the process here."""
+    """HostError for a nonzero code, where CuTeDSL's runtime ends the process."""
     if code:
         raise HostError(f"the host function asserts that a CUDA call has succeeded, which returned error {code}")
 
 
 @answers("cuda_dialect_print_on_error", INT, result=None)
 def print_on_error(runtime: Runtime, code: int) -> None:
-    """CuTeDSL's runtime prints here and goes on."""
+    """As assert_success, where CuTeDSL's runtime prints the error and goes on."""
     assert_success(runtime, code)
 
 
 @answers("cuda_dialect_get_error_name", INT, result=POINTER)
 def get_error_name(runtime: Runtime, code: int) -> int:
-    """Called only after an error, which ends the call."""
+    """HostError: only code that handles a CUDA error asks for its name."""
     raise HostError(f"the host function asks for the name of CUDA error {code}")
 
 

@@ -1,7 +1,7 @@
 """Runtime calls about memory, tensor maps, streams and events.
 
-Work is done at once, in the order of the calls. Every correct use of streams and events permits this order, so a use
-that a device would get right only by luck goes unnoticed.
+Work is done at once, in call order. Every correct use of streams and events permits this order, so an incorrect use
+that a device would only get right by luck goes unnoticed.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _HOST_TO_HOST, _TO_DEVICE, _TO_HOST, _DEVICE_TO_DEVICE, _DEFAULT = range(5)
 
 @answers("_cudaMalloc", POINTER, SIZE)
 def malloc(runtime: Runtime, pointer: int, size: int) -> None:
-    """Fresh memory, all 0xFF."""
+    """Allocate device memory, filled with 0xFF."""
     put_u64(pointer, runtime.allocate(size) if size else 0)
 
 
 @answers("_cudaMallocAsync", POINTER, SIZE, POINTER)
 def malloc_async(runtime: Runtime, pointer: int, size: int, stream: int) -> None:
-    """As cudaMalloc, in the order of a stream."""
+    """As cudaMalloc, in stream order."""
     runtime.check_stream(stream, "cudaMallocAsync")
     malloc(runtime, pointer, size)
 
 
 @answers("_cudaMallocHost", POINTER, SIZE)
 def malloc_host(runtime: Runtime, pointer: int, size: int) -> None:
-    """Host memory that kernels reach too."""
+    """Allocate host memory that kernels can access too."""
     malloc(runtime, pointer, size)
 
 
@@ -50,13 +50,13 @@ def malloc_managed(runtime: Runtime, pointer: int, size: int, flags: int) -> Non
 
 @answers("_cudaFree", POINTER)
 def free(runtime: Runtime, pointer: int) -> None:
-    """Give memory back; a later access to it is a fault."""
+    """Free memory. A later access to it is a fault."""
     runtime.free(pointer)
 
 
 @answers("_cudaFreeAsync", POINTER, POINTER)
 def free_async(runtime: Runtime, pointer: int, stream: int) -> None:
-    """As cudaFree, in the order of a stream."""
+    """As cudaFree, in stream order."""
     runtime.check_stream(stream, "cudaFreeAsync")
     runtime.free(pointer)
 
@@ -69,7 +69,7 @@ def free_host(runtime: Runtime, pointer: int) -> None:
 
 @answers("_cudaMemcpy", POINTER, POINTER, SIZE, INT)
 def memcpy(runtime: Runtime, to: int, source: int, size: int, kind: int) -> None:
-    """Copy between host and device memory; the device's side must lie inside one tensor or allocation."""
+    """Copy between host and device memory. The device side must lie inside one tensor or allocation."""
     if not _HOST_TO_HOST <= kind <= _DEFAULT:
         raise HostError(f"cudaMemcpy is called with kind {kind}; 0 to 4 exist (cudaMemcpyKind)")
     runtime.last_in = None
@@ -89,7 +89,7 @@ def memcpy(runtime: Runtime, to: int, source: int, size: int, kind: int) -> None
 
 @answers("_cudaMemcpyAsync", POINTER, POINTER, SIZE, INT, POINTER)
 def memcpy_async(runtime: Runtime, to: int, source: int, size: int, kind: int, stream: int) -> None:
-    """As cudaMemcpy, in the order of a stream."""
+    """As cudaMemcpy, in stream order."""
     runtime.check_stream(stream, "cudaMemcpyAsync")
     memcpy(runtime, to, source, size, kind)
 
@@ -104,14 +104,14 @@ def memset(runtime: Runtime, to: int, value: int, size: int) -> None:
 
 @answers("_cudaMemsetAsync", POINTER, INT, SIZE, POINTER)
 def memset_async(runtime: Runtime, to: int, value: int, size: int, stream: int) -> None:
-    """As cudaMemset, in the order of a stream."""
+    """As cudaMemset, in stream order."""
     runtime.check_stream(stream, "cudaMemsetAsync")
     memset(runtime, to, value, size)
 
 
 @answers("_cudaStreamCreate", POINTER)
 def stream_create(runtime: Runtime, stream: int) -> None:
-    """A new stream."""
+    """Create a stream."""
     handle = runtime.new_handle()
     runtime.streams.add(handle)
     put_u64(stream, handle)
@@ -119,21 +119,21 @@ def stream_create(runtime: Runtime, stream: int) -> None:
 
 @answers("_cudaStreamDestroy", POINTER)
 def stream_destroy(runtime: Runtime, stream: int) -> None:
-    """The stream is gone."""
+    """Destroy a stream."""
     runtime.check_stream(stream, "cudaStreamDestroy")
     runtime.streams.discard(stream)
 
 
 @answers("_cudaStreamSynchronize", POINTER)
 def stream_synchronize(runtime: Runtime, stream: int) -> None:
-    """Nothing is outstanding."""
+    """Check the stream. Nothing is outstanding."""
     runtime.check_stream(stream, "cudaStreamSynchronize")
     runtime.last_in = None
 
 
 @answers("_cudaStreamWaitEvent", POINTER, POINTER)
 def stream_wait_event(runtime: Runtime, stream: int, event: int) -> int:
-    """What the event stands for is over."""
+    """Check both handles. The recorded work is already over."""
     runtime.check_stream(stream, "cudaStreamWaitEvent")
     runtime.last_in = None
     return SUCCESS if event in runtime.events else INVALID_VALUE
@@ -141,7 +141,7 @@ def stream_wait_event(runtime: Runtime, stream: int, event: int) -> int:
 
 @answers("_cudaEventCreate", POINTER)
 def event_create(runtime: Runtime, event: int) -> None:
-    """A new event."""
+    """Create an event."""
     handle = runtime.new_handle()
     runtime.events.add(handle)
     put_u64(event, handle)
@@ -149,14 +149,14 @@ def event_create(runtime: Runtime, event: int) -> None:
 
 @answers("_cudaEventRecord", POINTER, POINTER)
 def event_record(runtime: Runtime, event: int, stream: int) -> int:
-    """Complete as soon as recorded."""
+    """Record an event, which completes at once."""
     runtime.check_stream(stream, "cudaEventRecord")
     return SUCCESS if event in runtime.events else INVALID_VALUE
 
 
 @answers("_cudaEventDestroy", POINTER)
 def event_destroy(runtime: Runtime, event: int) -> None:
-    """The event is gone."""
+    """Destroy an event."""
     runtime.events.discard(event)
 
 
@@ -177,7 +177,7 @@ def _device(runtime: Runtime, address: int, size: int, what: str, *, writing: bo
     return buffer.data[address - buffer.base : address - buffer.base + size]
 
 
-# The encoders of tensor maps as runtime calls: the driver's enumerations put into this machine's names.
+# Tensor-map encoders as runtime calls: they translate the driver's enumerations into this machine's names.
 
 
 # CUtensorMapDataType and CUtensorMapSwizzle, in their order; measured on an H200 up to 12 (facts.md 6.3).
@@ -196,7 +196,7 @@ def encode_tiled(
     runtime: Runtime, tensor_map: int, dtype: int, rank: int, address: int, dims: int, strides: int, box: int,
     element_strides: int, *modes: int,
 ) -> None:  # fmt: skip
-    """Write 128 bytes at `tensor_map`. HostError, as a sentence, for what the driver's encoder refuses."""
+    """Write 128 bytes at `tensor_map`. HostError, with a full sentence, for what the driver's encoder refuses."""
     tensor = _Encoding("cuTensorMapEncodeTiled", dtype, rank, address, dims, strides, element_strides, modes)
     tensor.write(runtime, tensor_map, tensor.numbers("I", box, rank, "box"))
 
@@ -208,7 +208,7 @@ def encode_tiled(
 def encode_im2col(
     runtime: Runtime, tensor_map: int, dtype: int, rank: int, address: int, dims: int, strides: int, *pixels: int
 ) -> None:
-    """As encode_tiled. `pixels`: the corners (the width first, as Triton and CUTLASS give them), channels, pixels,
+    """As encode_tiled. `pixels`: the corners (width first, as Triton and CUTLASS give them), channels, pixels,
     element strides and modes."""
     lower, upper, channels, count, element_strides, *modes = pixels
     tensor = _Encoding("cuTensorMapEncodeIm2col", dtype, rank, address, dims, strides, element_strides, tuple(modes))
@@ -218,7 +218,7 @@ def encode_im2col(
 
 @dataclass(frozen=True, slots=True)
 class _Encoding:
-    """What both encoders are given; `modes`: interleave, swizzle, L2 promotion and fill, as the driver numbers them."""
+    """Arguments common to both encoders. `modes`: interleave, swizzle, L2 promotion and fill, in the driver's codes."""
 
     call: str
     dtype: int
@@ -243,12 +243,12 @@ class _Encoding:
             )
 
     def numbers(self, code: str, address: int, count: int, what: str) -> tuple[int, ...]:
-        """`count` numbers in memory."""
+        """Reads `count` numbers from memory."""
         layout = struct.Struct(f"<{count}{code}")
         return layout.unpack(copy_from(address, layout.size, f"the {what} given to {self.call}"))
 
     def write(self, runtime: Runtime, tensor_map: int, box: Sequence[int], im2col: Im2col | None = None) -> None:
-        """Encode, and write 128 bytes at `tensor_map`."""
+        """Encodes the map and writes 128 bytes at `tensor_map`."""
         _, swizzle, _, oob_fill = self.modes
         try:
             encoded = encode_tensor_map(

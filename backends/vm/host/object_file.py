@@ -1,4 +1,4 @@
-"""A relocatable object in memory: its symbols, and its code made executable by LLVM's JIT linker."""
+"""A relocatable object in memory: reads its symbols and links its code with LLVM's JIT linker."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _SYMBOL_TABLE, _NO_BITS = 2, 8
 LINKER_SYMBOLS: Final = frozenset({"", "_GLOBAL_OFFSET_TABLE_"})
-# What compilers call for themselves, and the host's printf; the process's C library has them.
+# Functions that compilers call on their own, and the host's printf. The process's C library defines them.
 PROCESS_SYMBOLS: Final = frozenset({"memcpy", "memmove", "memset", "memcmp", "malloc", "free", "strlen", "printf"})
 
 
 class ObjectFile:
     """The symbols of an ELF64 relocatable object: `defined` and `undefined` names.
 
-    HostError if the bytes are no such object, are cut short, or are for another processor. LLVM's own reader is not
-    asked, because it ends the process on a damaged file.
+    HostError if the bytes are not such an object, are truncated, or are for another processor. LLVM's own reader is not
+    used because it ends the process on a damaged file.
     """
 
     def __init__(self, code: bytes) -> None:
@@ -40,7 +40,7 @@ class ObjectFile:
 
 
 class LinkedObject:
-    """An object whose code can be called. Keep it alive while it runs; `close` gives its memory back."""
+    """An object whose code can be called. Keep it alive while its code runs. `close` frees its memory."""
 
     def __init__(self, source: ObjectFile) -> None:
         _ready()
@@ -50,7 +50,7 @@ class LinkedObject:
         self._engine.finalize_object()
 
     def address(self, symbol: str) -> int:
-        """The address of a function or of data; HostError if the object does not define `symbol`."""
+        """The address of a function or of data. HostError if the object does not define `symbol`."""
         found = self._engine.get_function_address(symbol)
         if not found:
             raise HostError(f"the host object has no symbol {symbol!r}")
@@ -62,7 +62,7 @@ class LinkedObject:
 
 
 def bind_symbols(addresses: Iterable[tuple[str, int]]) -> None:
-    """Make `addresses` known to every object linked from now on."""
+    """Bind `addresses` for every object linked from now on."""
     for name, address in addresses:
         llvm.add_symbol(name, address)
 
@@ -88,7 +88,7 @@ def _check_header(code: bytes) -> None:
 
 
 def _symbols(code: bytes) -> Iterable[tuple[str, int]]:
-    """Name and section number (0: undefined) of every symbol; ValueError where the file contradicts itself."""
+    """Name and section number (0: undefined) of every symbol. ValueError for an inconsistent file."""
     start, size, count = (*struct.unpack_from("<Q", code, 40), *struct.unpack_from("<HH", code, 58))
     if size != _SECTION.size:
         raise ValueError(f"section headers of {size} bytes, where {_SECTION.size} are the format's")

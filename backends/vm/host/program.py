@@ -1,4 +1,4 @@
-"""Run a host program: link its object, pass the tensors, and let every launch it makes run on the machine."""
+"""Run a host program: link its object, pass the tensors, and run every launch it makes on the machine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HostProgramLike(CompiledHostLike, Protocol):
 
 OBJECT_VERSION: Final = "1.1"
 ANSWERED: Final = (launch_calls, library_calls, memory_calls)
-"""The modules whose functions are registered as runtime symbols by being imported."""
+"""Modules that register runtime symbols on import."""
 
 
 def map_in_place(
@@ -66,11 +66,11 @@ def map_in_place(
     scratch: Mapping[str, int],
     outputs: Collection[str] | None = None,
 ) -> dict[str, Buffer]:
-    """Put `memory` (bytes of each tensor) on the machine's map at its real addresses, which host code works with.
+    """Map `memory` (bytes of each tensor) on the machine at its real addresses, because host code uses them.
 
-    `scratch` names workspaces and their sizes in bytes; they are made here, all 0xFF. `outputs`: the tensors that may
-    be written (None: all). A tensor without bytes is mapped nowhere near the others. HostError if two tensors share
-    memory.
+    `scratch` maps names of workspaces to sizes in bytes; they are allocated here, filled with 0xFF. `outputs`: the
+    tensors that may be written (None: all). An empty tensor is mapped away from the others. HostError if two tensors
+    share memory.
     """
     places = dict(memory)
     for name, size in scratch.items():
@@ -95,11 +95,11 @@ def _check_disjoint(places: Mapping[str, npt.NDArray[np.uint8]]) -> None:
 def run_host_program(
     program: HostProgramLike, machine: Machine, buffers: Mapping[str, Buffer], parsed: Shelf | None = None
 ) -> tuple[LaunchRecord, ...]:
-    """Call the host function once on `buffers` (mapped at their real addresses); returns the launches it made.
+    """Call the host function once on `buffers` (mapped at their real addresses). Returns the launches it made.
 
-    `parsed`: keeps parsed modules, as backends.vm.load.load takes it.
+    `parsed`: a store of parsed modules, as in backends.vm.load.load.
 
-    HostError for an object, symbol or argument that does not fit; Fault and LaunchError from what it launches.
+    HostError for an object, symbol or argument that does not fit; Fault and LaunchError from its launches.
     """
     source = ObjectFile(program.host_object)
     if program.convention not in _CONVENTIONS:
@@ -119,9 +119,9 @@ def run_host_program(
 
 
 class LinkedHost:
-    """A host object that stays linked, for calls on pointers to arguments that their owner has packed.
+    """A host object that stays linked. Callers pass pointers to arguments that they have packed.
 
-    HostError for an object, a symbol or an entry that does not fit.
+    HostError for an object, symbol or entry that does not fit.
     """
 
     def __init__(self, program: CompiledHostLike) -> None:
@@ -133,10 +133,10 @@ class LinkedHost:
         _check_version(source, self._linked, program.compiler)
 
     def call(self, runtime: Runtime, pointers: Sequence[int]) -> None:
-        """Call the function; Fault and LaunchError from what it launches."""
+        """Call the function. Fault and LaunchError come from its launches."""
         with answering(runtime):
             code = _call_at(self._linked, self._entry, pointers, runtime)
-        # What compiled code printed lies in the C library's buffer.
+        # Output of compiled code is still in the C library's buffer.
         ctypes.CDLL(None).fflush(None)
         _conclude(runtime, code, self._entry)
 
@@ -205,7 +205,7 @@ def _call_at(linked: LinkedObject, entry: str, addresses: Sequence[int], runtime
 
 
 def _start(linked: LinkedObject, prefix: str, runtime: Runtime) -> None:
-    """What the generated header does before the first call: load the library, then its kernels on device 0."""
+    """Does what the generated header does before the first call: load the library, then its kernels on device 0."""
     library, device, code = ctypes.c_uint64(0), ctypes.c_int32(0), ctypes.c_int32(0)
     slot = ctypes.c_uint64(ctypes.addressof(library))
     addresses = {"library": ctypes.addressof(slot), "device": ctypes.addressof(device), "code": ctypes.addressof(code)}

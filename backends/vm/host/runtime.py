@@ -1,8 +1,8 @@
 """The CUDA runtime that a host function sees: its device, its state during one call, and the symbols that it answers.
 
-The device has the attributes of a B200 (sm_100a) or an H200 (sm_90a). Numbers are those of cudaDeviceAttr (CUDA
-runtime API). Values common to both are in facts.md 0.1 and the CUDA programming guide's table of compute capabilities
-9.0 and 10.0; the number of SMs is that of the full product.
+The device has the attributes of a B200 (sm_100a) or an H200 (sm_90a), numbered as in cudaDeviceAttr (CUDA runtime
+API). Values common to both come from facts.md 0.1 and the CUDA programming guide's table of compute capabilities 9.0
+and 10.0. By default the device has as many SMs as the full product.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _BY_TARGET: Final[Mapping[str, Mapping[int, int]]] = {
 
 
 class HostedDevice:
-    """One GPU of `target`, with `sm_count` SMs (None: as many as the full product has)."""
+    """One GPU of `target` with `sm_count` SMs (None: as many as the full product)."""
 
     def __init__(self, target: str, sm_count: int | None = None) -> None:
         if target not in _BY_TARGET:
@@ -77,7 +77,7 @@ class HostedDevice:
             self._attributes[_SM_COUNT] = sm_count
 
     def attribute(self, number: int) -> int:
-        """The value of cudaDeviceAttr `number`; HostError for one that this device does not have."""
+        """The value of cudaDeviceAttr `number`. HostError for one that this device does not have."""
         if number not in self._attributes:
             raise HostError(f"the host function asks for device attribute {number} (cudaDeviceAttr), unknown to the VM")
         return self._attributes[number]
@@ -93,12 +93,12 @@ class HostedDevice:
             )
 
     def resident_ctas(self, threads: int, smem: int) -> int:
-        """CTAs of `threads` threads and `smem` bytes that one SM holds at once; registers are not counted."""
+        """How many CTAs of `threads` threads and `smem` bytes one SM holds at once. Registers are not counted."""
         by_smem = SMEM_PER_SM // (smem + SMEM_RESERVED)
         return min(CTAS_PER_SM, THREADS_PER_SM // max(1, -(-threads // 32) * 32), by_smem)
 
 
-# The state of the CUDA runtime that a host function sees during one call, and the launches that it has made.
+# The state of the CUDA runtime during one call of a host function, and the launches that the call has made.
 
 
 SUCCESS, INVALID_VALUE, COOPERATIVE_TOO_LARGE, UNKNOWN = 0, 1, 720, 999
@@ -108,12 +108,12 @@ DEFAULT_STREAMS = (0, 1, 2)
 GIVEN_STREAM = 0x57_0000
 ALLOCATION_ALIGNMENT = 512
 PROCESS_END = 1 << 48
-"""No process of x86-64 or AArch64 has memory at this address or above."""
+"""No x86-64 or AArch64 process has memory at this address or above."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRecord:
-    """One launch as the host function asked for it; sizes in threads, CTAs and bytes, `attributes` by CUDA's number."""
+    """One launch as requested. Sizes are in threads, CTAs and bytes; `attributes` by cudaLaunchAttributeID."""
 
     entry: str
     grid: Dim3
@@ -126,9 +126,9 @@ class LaunchRecord:
 
 
 class Runtime:
-    """One call's worth of CUDA runtime: kernels by handle, allocations, streams, events, and what has gone wrong.
+    """The CUDA runtime during one call: kernels by handle, allocations, streams, events, and errors.
 
-    `last_in`: the stream of the latest launch, None once something else has waited for that launch to end.
+    `last_in`: the stream of the latest launch, None once later work has waited for that launch to end.
     """
 
     def __init__(self, machine: Machine, module: LoadedModule, target: str, sm_count: int | None = None) -> None:
@@ -148,19 +148,19 @@ class Runtime:
         self._next_handle = GIVEN_STREAM
 
     def new_handle(self) -> int:
-        """A handle for a stream or event that no other object of this call has."""
+        """A handle for a stream or event, unique within this call."""
         self._next_handle += KERNEL_STEP
         return self._next_handle
 
     def kernel_handle(self, entry: str) -> int:
-        """The handle of an entry of the module; LaunchError if the PTX lacks it."""
+        """The handle of an entry of the module. LaunchError if the PTX lacks it."""
         self.module.entry(entry)
         if entry not in self._kernels:
             self._kernels.append(entry)
         return FIRST_KERNEL + KERNEL_STEP * self._kernels.index(entry)
 
     def kernel_name(self, handle: int) -> str:
-        """The entry behind a handle; HostError for a number that was never handed out."""
+        """The entry of a handle. HostError for a number that was never handed out."""
         index, rest = divmod(handle - FIRST_KERNEL, KERNEL_STEP)
         if rest or not 0 <= index < len(self._kernels):
             raise HostError(f"the host function uses {handle:#x} as a kernel, which no cudaLibraryGetKernel returned")
@@ -172,7 +172,7 @@ class Runtime:
             raise HostError(f"{what} names the stream {handle:#x}, which was neither passed nor created")
 
     def allocate(self, size: int) -> int:
-        """Fresh memory of `size` bytes, all 0xFF, at its real address and on the machine's map."""
+        """Allocates `size` bytes, filled with 0xFF, and maps them on the machine at their real address."""
         data = aligned_memory(size)
         address = int(data.ctypes.data)
         name = f"allocation {len(self._allocations)} of the host function"
@@ -180,7 +180,7 @@ class Runtime:
         return address
 
     def free(self, address: int) -> None:
-        """Give back what `allocate` returned; HostError for any other address."""
+        """Frees what `allocate` returned. HostError for any other address."""
         if address == 0:
             return
         if address not in self._allocations:
@@ -189,7 +189,7 @@ class Runtime:
         self.last_in = None
 
     def leaked(self) -> str | None:
-        """A sentence on memory that the call allocated and did not free; None if there is none."""
+        """A sentence about memory that the call allocated and did not free, None if it freed everything."""
         sizes = [str(buffer.data.size) for buffer in self._allocations.values()]
         return (
             f"the host function returned without freeing {' and '.join(sizes)} bytes that it allocated"
@@ -199,25 +199,25 @@ class Runtime:
 
 
 def aligned_memory(size: int) -> npt.NDArray[np.uint8]:
-    """`size` bytes, all 0xFF, at a multiple of ALLOCATION_ALIGNMENT."""
+    """`size` bytes of 0xFF, aligned to ALLOCATION_ALIGNMENT."""
     raw = np.full(size + ALLOCATION_ALIGNMENT, 0xFF, np.uint8)
     start = -raw.ctypes.data % ALLOCATION_ALIGNMENT
     return raw[start : start + size]
 
 
 def put_u64(address: int, value: int) -> None:
-    """Write an 8-byte result to where the host function wants it."""
+    """Write an 8-byte result to the host function's memory."""
     ctypes.c_uint64.from_address(address).value = value
 
 
 def put_s32(address: int, value: int) -> None:
-    """Write a 4-byte result."""
+    """Write a 4-byte result to the host function's memory."""
     ctypes.c_int32.from_address(address).value = value
 
 
-# The runtime symbols that a host object may leave undefined: one entry each, bound to one C callback a process.
+# The runtime symbols that a host object may leave undefined. Each is bound to one C callback per process.
 # A callback finds the Runtime of the call in progress on its thread. An exception must not unwind through compiled
-# frames: it is kept in Runtime.broken, the host function is given an error code, and the caller raises it afterwards.
+# frames: Runtime.broken keeps it, the host function gets an error code, and the caller raises it afterwards.
 
 
 POINTER, SIZE, INT, UINT, STRING = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p
@@ -228,7 +228,7 @@ Answer = Callable[Concatenate[Runtime, P], int | None]
 
 @dataclass(frozen=True, slots=True)
 class RuntimeSymbol:
-    """A C function: result and argument types, and what answers a call (None means success)."""
+    """A C function: result and argument types, and the Python function that answers it (None means success)."""
 
     name: str
     result: CType | None
@@ -241,7 +241,7 @@ _calls = threading.local()
 
 
 def answers(name: str, *arguments: CType, result: CType | None = INT) -> Callable[[Answer[P]], Answer[P]]:
-    """Register the decorated function(runtime, *arguments) as the meaning of the C symbol `name`."""
+    """Register the decorated function(runtime, *arguments) as the implementation of the C symbol `name`."""
 
     def register(answer: Answer[P]) -> Answer[P]:
         SYMBOLS[name] = RuntimeSymbol(name, result, arguments, answer)
@@ -252,7 +252,7 @@ def answers(name: str, *arguments: CType, result: CType | None = INT) -> Callabl
 
 @contextmanager
 def answering(runtime: Runtime) -> Iterator[None]:
-    """Let `runtime` answer the calls that compiled code makes on this thread."""
+    """Let `runtime` answer the runtime calls of compiled code on this thread."""
     before: Runtime | None = getattr(_calls, "runtime", None)
     _calls.runtime = runtime
     try:
@@ -263,7 +263,7 @@ def answering(runtime: Runtime) -> Iterator[None]:
 
 @cache
 def bind_runtime() -> tuple[object, ...]:
-    """Bind every symbol, once a process; the callbacks are kept, for linked code calls them at any time."""
+    """Bind every symbol, once per process. The callbacks stay alive because linked code may call them at any time."""
     callbacks = {symbol.name: _callback(symbol) for symbol in SYMBOLS.values()}
     library = ctypes.CDLL(None)
     functions = {**callbacks, **{name: getattr(library, name) for name in sorted(PROCESS_SYMBOLS)}}

@@ -1,6 +1,6 @@
-"""A machine that stays up between launches: what the doors megamoe.vm, .triton and .cutedsl run kernels on.
+"""A machine that stays up between launches: the doors megamoe.vm, .triton and .cutedsl run kernels on it.
 
-It has the shape of megamoe.contract's KernelMachine. Everything is given by address, so that no tensor library matters.
+It implements megamoe.contract's KernelMachine. Arguments are addresses, so it depends on no tensor library.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from backends.vm.host.program import CompiledHostLike, LinkedHost
 
 ALIGNMENT: Final = 256
-"""What cudaMalloc promises (CUDA programming guide, device memory accesses)."""
+"""Bytes, as cudaMalloc guarantees (CUDA programming guide, device memory accesses)."""
 TARGETS: Final[tuple[Target, ...]] = ("sm_90a", "sm_100a")
 
 
 class StretchLike(Protocol):
-    """Bytes of this process that kernels may touch; see megamoe.contract.machine.Stretch."""
+    """Bytes of this process that kernels may access; see megamoe.contract.machine.Stretch."""
 
     @property
     def name(self) -> str: ...
@@ -91,11 +91,11 @@ class Session:
 
     @property
     def findings(self) -> Sequence[Fault]:
-        """What the last launch or call was found to do, one fault a site."""
+        """Faults that the last launch or call was found to have, one per site."""
         return tuple(self._found.by_site.values())
 
     def whereabouts(self) -> str:
-        """Where the running launch is, as a deadlock says it; "" if none runs."""
+        """Where the running launch is, in the words of a deadlock report; "" if none runs."""
         return self._machine.whereabouts()
 
     def entries(self, ptx: str) -> Mapping[str, tuple[Variable, ...]]:
@@ -107,15 +107,15 @@ class Session:
         return load(ptx, self._parsed, ring=self._machine.ring)
 
     def bind(self, ptx: str, entry: str) -> None:
-        """UnknownInstructionError for an instruction without a meaning here."""
+        """Bind an entry. UnknownInstructionError for an instruction that the machine does not know."""
         self._load(ptx).entry(entry)
 
     def address_of(self, address: int, allocation: int) -> int:
-        """`address` where the allocation is aligned as on a GPU, else an address above those of the process.
+        """`address` if the allocation is aligned as on a GPU, else an address above those of the process.
 
-        Kernels see each allocation where it lies, too, for the sake of addresses that they find in memory.
+        Allocations are also mapped at their real addresses, because kernels may find such addresses in memory.
 
-        The distance between two allocations grows by ALIGNMENT there, so that they stay apart.
+        Above the process, distances between allocations are multiplied by ALIGNMENT, so that allocations stay apart.
         """
         return address if allocation % ALIGNMENT == 0 else _elsewhere(allocation) + address - allocation
 
@@ -132,7 +132,7 @@ class Session:
         memory: Sequence[StretchLike] = (),
         cooperative: bool = False,
     ) -> None:
-        """Run a grid to its end. Fault for what it cannot go on after, LaunchError for what no GPU would launch."""
+        """Run a grid to its end. Fault for an error that ends the run, LaunchError for what no GPU would launch."""
         self._found = Findings()
         module = self._load(ptx)
         if not any(_runs_on(built_for, self.target) for built_for in module.module.target):
@@ -148,8 +148,8 @@ class Session:
             machine.launch(function, grid, block, params, cluster, dynamic_smem, cooperative=cooperative)
 
     def call(self, program: CompiledHostLike, pointers: Sequence[int], memory: Sequence[StretchLike]) -> None:
-        """Call a host function; Fault and LaunchError from what it launches, HostError for what does not fit."""
-        # Only host programs need LLVM, which takes a while to load.
+        """Call a host function. Fault and LaunchError come from its launches, HostError for what does not fit."""
+        # Imported late: only host programs need it, and LLVM is slow to load.
         from backends.vm.host.program import LinkedHost
 
         self._found = Findings()
@@ -173,7 +173,7 @@ class Session:
         oob_fill: OobFill = "zero",
         im2col: PixelBoxLike | None = None,
     ) -> bytes:
-        """128 bytes. TensorMapError for what the driver's encoder refuses."""
+        """A tensor map of 128 bytes. TensorMapError for what the driver's encoder refuses."""
         return encode_tensor_map(
             address,
             dtype,
@@ -189,9 +189,9 @@ class Session:
 
     @contextmanager
     def _mapped(self, memory: Sequence[StretchLike], ptx: str) -> Iterator[Machine]:
-        """The machine with `memory` on its map, its counters, findings and budget as new.
+        """The machine with `memory` mapped and its counters, findings and step budget reset.
 
-        After a fault it is replaced. `ptx` says where in the source the findings are.
+        An exception replaces the machine. `ptx` locates the findings in the source.
         """
         machine = self._machine
         machine.findings = self._found
@@ -210,7 +210,7 @@ class Session:
         except Exception as stop:
             if isinstance(stop, Fault):
                 self._found.add(stop, ends=True)
-            # As on a device, where a fault ends the context and with it the variables of all modules.
+            # As on a device: a fault ends the context, and with it the variables of all modules.
             self._machine = Machine(*self._options)
             self._machine.counters.update(machine.counters)
             raise
@@ -231,9 +231,9 @@ _PTX_LINES = re.compile(r"PTX lines? (\d+)")
 
 
 def _place(fault: Fault, ptx: str) -> None:
-    """Give a fault of no instruction, such as a deadlock, the place of the first PTX line that it names.
+    """Place a fault without an instruction, such as a deadlock, at the first PTX line that its message names.
 
-    Its sentence says the source of each PTX line that it names, where there is one.
+    Each PTX line in the message is prefixed with its source line, if it has one.
     """
 
     def with_source(found: re.Match[str]) -> str:
@@ -247,9 +247,9 @@ def _place(fault: Fault, ptx: str) -> None:
 
 
 def _say_copies(fault: Fault, ptx: str) -> None:
-    """Name the likely cause of a race between a load and a predicated store of two warps of one CTA.
+    """Explain the likely cause of a race between a load and a predicated store of two warps of one CTA.
 
-    Triton gives an element to several warps where a block has fewer elements than threads: all load it, one stores.
+    Where a block has fewer elements than threads, Triton gives an element to several warps: all load it, one stores it.
     """
     other = fault.other
     if other is None or not other.line or " of " in other.who:
@@ -288,8 +288,8 @@ def open_session(
     target: str, *, schedule: str = "eager", accumulate: str = "fast", step_budget: int = 200_000_000,
     sm_count: int | None = None, parsed: Path | None = None,
 ) -> Session:  # fmt: skip
-    """A machine of `target` whose host functions are told of `sm_count` SMs; LaunchError for another target.
+    """A machine of `target` that reports `sm_count` SMs to host functions. LaunchError for an unknown target.
 
-    `parsed`: a folder that keeps parsed modules, as backends.vm.load.load takes it.
+    `parsed`: a folder for parsed modules, as in backends.vm.load.load.
     """
     return Session(target, schedule, accumulate, step_budget, sm_count, parsed)

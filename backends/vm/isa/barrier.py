@@ -1,4 +1,4 @@
-"""Barriers of CTA, cluster and warp, and fences (PTX ISA 9.7.13.1 to 9.7.13.4)."""
+"""CTA, cluster and warp barriers, and fences (PTX ISA 9.7.13.1 to 9.7.13.4)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def _arrive(warp: Warp, number: int, count: int | None, *, aligned: bool) -> Nam
             f"{_expected(barrier.expected)} by those that have arrived"
         )  # fmt: skip
     barrier.expected = count
-    # A count is in warps, a part of one counting in full (PTX ISA 9.7.13.1); without a count, threads are counted.
+    # A count is in whole warps: a warp with exited lanes still counts as 32 threads (PTX ISA 9.7.13.1). Without a
+    # count, threads are counted.
     barrier.arrived += 32 if count is not None and warp.full else int(warp.mask.sum())
     barrier.arriving.join(warp.clock)
     warp.next_epoch()
@@ -101,7 +102,7 @@ def arrive(b: Binder) -> Step:
 @opcode("bar{.cta}.red.<op>.<type>", "barrier{.cta}.red{.aligned}.<op>.<type>", section="9.7.13.1", kind="tail",
         counter="barrier", op="and or popc", type="pred u32")  # fmt: skip
 def reduce(b: Binder) -> Step:
-    """A barrier that also combines a predicate of all its threads."""
+    """Wait at a named barrier and combine a predicate of all its threads."""
     d, *between, p = b.expect(3, 4)
     row, count = _operands(b, tuple(between))
     rp, negated = b.predicate(p)
@@ -128,7 +129,7 @@ def reduce(b: Binder) -> Step:
 
 @opcode("bar.warp.sync", section="9.7.13.2", kind="tail", counter="barrier")
 def warp_sync(b: Binder) -> Step:
-    """Wait for all named lanes of the warp that still run, at this instruction or another one of the same mask."""
+    """Wait for all named live lanes of the warp to reach this or another bar.warp.sync with the same mask."""
     members = b.source(b.expect(1)[0], "u32")
 
     def step(warp: Warp) -> object:
@@ -159,7 +160,7 @@ def warp_sync(b: Binder) -> Step:
 
 @opcode("barrier.cluster.arrive{.<sem>}{.aligned}", section="9.7.13.3", counter="barrier", sem="release relaxed")
 def cluster_arrive(b: Binder) -> Step:
-    """Arrive at the barrier of the cluster."""
+    """Arrive at the cluster barrier."""
     b.expect(0)
     relaxed = b.words["sem"] == "relaxed"
 
@@ -216,7 +217,7 @@ def cluster_wait(b: Binder) -> Step:
         space="global shared::cta shared::cluster")  # fmt: skip
 @opcode("fence.proxy.alias", section="9.7.13.4", counter="fence")
 def proxy_fence(b: Binder) -> Step:
-    """Make earlier accesses visible to the asynchronous proxy, in one state space or in both."""
+    """Make earlier accesses visible to the async proxy, in one state space or in both."""
     b.expect(0)
     if b.instruction.parts[2] == "alias":
         return lambda warp: None
@@ -234,9 +235,9 @@ def proxy_fence(b: Binder) -> Step:
         scope="cta cluster gpu sys")  # fmt: skip
 @opcode("membar.<scope>", section="9.7.13.4", counter="fence", scope="cta gl sys")
 def memory_fence(b: Binder) -> Step:
-    """Memory here is sequentially consistent. A relaxed arrival releases what came before the last fence that releases,
-    one of scope .cta only to its own CTA; what relaxed waits found is known after a fence that acquires. Relaxed
-    accesses to global memory need one of gpu scope."""
+    """Order memory accesses; memory itself is sequentially consistent here. A relaxed arrival releases what precedes
+    the last releasing fence, and only within the CTA if that fence has scope .cta. What relaxed waits observed counts
+    as acquired after an acquiring fence. Relaxed accesses to global memory need a fence of gpu scope."""
     b.expect(2 if "proxy" in b.instruction.parts and "acquire" in b.instruction.parts else 0)
     wide, narrow = b.instruction.parts[-1] in ("gpu", "sys", "gl"), b.instruction.parts[-1] == "cta"
     releases, acquires = "acquire" not in b.instruction.parts, "release" not in b.instruction.parts

@@ -1,4 +1,4 @@
-"""Bulk copies: tensor (TMA) and linear, both directions, reductions, groups, prefetches (PTX ISA 9.7.9.25, .27)."""
+"""Bulk copies, tensor (TMA) and linear: loads, stores, reductions, groups, prefetches (PTX ISA 9.7.9.25, .27)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from backends.vm.tensor.tma_box import (
 
 Granules = npt.NDArray[np.int64]
 Read = tuple[npt.NDArray[np.uint8], Missing | None]
-"""The pieces that a copy reads, and which of their bytes are undefined."""
+"""The pieces that a copy reads, and their undefined bytes."""
 _DIMS = "1d 2d 3d 4d 5d"
 _MODES = "tile tile::gather4 im2col"
 
@@ -58,7 +58,7 @@ def _copy_clock(warp: Warp, agent: int, serial: int) -> Clock:
 
 
 def _shared_targets(warp: Warp, address: int, mask: int | None) -> list[tuple[Cta, int]]:
-    """The CTAs that a copy writes to, each with the offset: one, or those whose bit is set in a multicast mask."""
+    """The CTAs that a copy writes, each with its offset: one, or those in a multicast mask."""
     cluster = warp.cta.cluster
     if mask is None:
         return [(cluster.cta_of(address, "a bulk copy into shared memory"), address & OFFSET_MASK)]
@@ -71,7 +71,7 @@ def _shared_targets(warp: Warp, address: int, mask: int | None) -> list[tuple[Ct
 
 
 def _barrier_for(warp: Warp, cta: Cta, address: int, *, multicast: bool, pair: bool) -> MBarrier:
-    """The mbarrier that is signalled for data landing in `cta`."""
+    """The mbarrier to signal for data that lands in `cta`."""
     found = _signalled(warp, cta, address, multicast=multicast, pair=pair)
     if not found.announced and warp.clock.fenced[found.creator] < found.created:
         other = OtherAccess(warp.agents.name(found.creator), "initialised", found.line)
@@ -82,7 +82,7 @@ def _barrier_for(warp: Warp, cta: Cta, address: int, *, multicast: bool, pair: b
 
 
 def _signalled(warp: Warp, cta: Cta, address: int, *, multicast: bool, pair: bool) -> MBarrier:
-    """PTX ISA 9.7.9.27.1.2, .multicast and .cta_group."""
+    """The mbarrier by the rules of .multicast and .cta_group (PTX ISA 9.7.9.27.1.2)."""
     offset = address & OFFSET_MASK
     if pair:
         parity = address >> RANK_SHIFT & 1
@@ -98,12 +98,11 @@ def _lanes(warp: Warp) -> list[int]:
 
 
 def _issuers(b: Binder) -> Callable[[Warp], list[int]]:
-    """The lanes that issue a store whose operands are bound: one where all active lanes have the same operands.
+    """The lanes that issue a store whose operands are bound. One lane issues if all active lanes have equal operands.
 
-    ptxas makes one operation of the warp out of a store that no lane was elected for, with no loop over lanes
-    (FlashAttention-4's and quack's stores). Of loads, whose bytes an mbarrier counts, and of reductions it makes a
-    loop: each active lane issues its own (SASS of ptxas 13.0 and 13.5; reductions on an H200: issued_programs in
-    conformance/silicon/whole/copies.py).
+    Without an elected lane, ptxas compiles a store to one operation of the warp (as in FlashAttention-4 and quack). It
+    compiles loads, whose bytes an mbarrier counts, and reductions to a loop: each active lane issues its own (SASS of
+    ptxas 13.0 and 13.5; reductions on an H200: issued_programs in conformance/silicon/whole/copies.py).
     """
     keys = tuple((f"u{width}", row) for width, row in dict.fromkeys(b.uses) if width > 1)
 
@@ -118,14 +117,15 @@ def _issuers(b: Binder) -> Callable[[Warp], list[int]]:
 
 
 def _check_lanes(warp: Warp, lane: int, granules: Granules) -> None:
-    """One lane alone issues a copy of what its warp has written. A copy that all issue gathers them."""
+    """If one lane alone issues a copy, check that other lanes' stores to the source are ordered before it. A copy
+    issued by all lanes needs no check."""
     if count_nonzero(warp.mask) == 1:
         offsets, by = 4 * granules, np.full(granules.size, lane)
         warp.cta.smem.check_lanes(offsets, 4, by, (warp.agent, warp.meetings), "copied by")
 
 
 def _shared(b: Binder, operand: Operand) -> Callable[[Warp, int], int]:
-    """A 32-bit shared address (rank bits included) from a shared or generic operand, by lane."""
+    """Resolves a shared or generic operand to a 32-bit shared address (rank bits included), by lane."""
     address = b.address(operand)
     wide = b.width(getattr(operand, "base", operand)) == 64
 
@@ -137,7 +137,7 @@ def _shared(b: Binder, operand: Operand) -> Callable[[Warp, int], int]:
 
 
 class _TensorOperand:
-    """`[map, {coordinates}]`: which map, and where."""
+    """`[map, {coordinates}]`: a tensor map and the coordinates of a box."""
 
     def __init__(self, b: Binder, operand: Operand) -> None:
         if not isinstance(operand, Address) or not operand.coordinates:
@@ -147,7 +147,7 @@ class _TensorOperand:
         self._rows = [b.source(item, "s32") for item in items]
 
     def tensor_map(self, warp: Warp, lane: int) -> TensorMap:
-        """The decoded map; the half of its bytes that means something is read now, wherever the kernel keeps them."""
+        """The decoded map. Reads its lower half, which holds all fields, from whatever space the kernel keeps it in."""
         address = int(self._address(warp)[lane])
         if address % 64:
             raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=address)
@@ -173,11 +173,11 @@ def _plan(
 
 
 def _check_base(warp: Warp, lane: int, tensor_map: TensorMap, coordinates: list[int], plan: BoxPlan) -> None:
-    """Report a load whose box begins outside of its tensor where the map does not begin in the memory of the tensor.
+    """Report a load whose box begins outside of its tensor if the map's base address is not in the tensor's buffer.
 
-    An H200 reads the first byte of the map for such a box, of which nothing else need be in memory; not for a box that
-    begins inside, nor for a store, a reduction or a prefetch (facts.md 6.4). Where that byte lies in another buffer
-    than what the map was seen to load, all is well only for as long as the two lie so.
+    For such a box an H200 reads the byte at the base address, even if no other byte of the box is in memory. It does
+    not for a box that begins inside, nor for a store, reduction or prefetch (facts.md 6.4). If that byte is in another
+    buffer than the map has loaded from, the load works only by the luck of the allocation.
     """
     base, memory = tensor_map.address, warp.cta.machine.memory
     sides = zip(coordinates, tensor_map.dims, strict=True)
@@ -198,7 +198,7 @@ def _check_base(warp: Warp, lane: int, tensor_map: TensorMap, coordinates: list[
 
 
 def _offsets(b: Binder, operand: Operand) -> list[int]:
-    """The rows of the im2col offsets, the width first: as many as there are dimensions between channels and images."""
+    """Register rows of the im2col offsets, width first: one per dimension between channels and images."""
     return [b.source(item, "u16") for item in b.vector(operand, int(b.words["dim"][0]) - 2)]
 
 
@@ -226,7 +226,7 @@ def _read_global(warp: Warp, plan: BoxPlan, tensor_map: TensorMap) -> Read:
 
 
 def _missing(buffer: Buffer, offsets: npt.NDArray[np.int64], piece_bytes: int) -> Missing | None:
-    """The undefined bytes of pieces of a buffer."""
+    """The undefined bytes of pieces of a buffer, None if there are none."""
     hidden = buffer.missing(offsets, piece_bytes)
     if hidden is None:
         return None
@@ -240,7 +240,7 @@ def _missing(buffer: Buffer, offsets: npt.NDArray[np.int64], piece_bytes: int) -
         ".L2::cache_hint.<group>", section="9.7.9.27.1.2", counter="tma", dim=_DIMS, dst="shared::cluster shared::cta",
         mode=_MODES, group="cta_group::1 cta_group::2")  # fmt: skip
 def tensor_load(b: Binder) -> Step:
-    """A box from global memory into shared memory, signalled by complete_tx on an mbarrier."""
+    """Copy a box from global to shared memory and signal complete_tx on an mbarrier."""
     multicast, pair = bool(b.words["multicast::cluster"]), b.words["group"] == "cta_group::2"
     pixels, tiled = b.words["mode"] == "im2col", b.words["mode"] in ("", "tile")
     destination, source, barrier, *rest = b.hinted(3 + pixels + multicast)
@@ -253,7 +253,7 @@ def tensor_load(b: Binder) -> Step:
         for lane in _lanes(warp):
             tensor_map, address = tensor.tensor_map(warp, lane), to(warp, lane)
             if warp.cta.machine.ring and tensor_map.element.tf32:
-                raise b.outside_ring()  # it rounds
+                raise b.outside_ring()  # A tf32 load rounds.
             mask = int(warp.u16[mask_row][lane]) if mask_row is not None else None
             offsets = [int(warp.u16[row][lane]) for row in offset_rows]
             coordinates = tensor.coordinates(warp, lane)
@@ -292,7 +292,8 @@ def _begin_load(
     text: str,
     combine: tuple[str, str] = ("", ""),
 ) -> int:
-    """`combine`: the operation and the element type of a reduction into shared memory, which is atomic."""
+    """Submit a load and return its serial number. `combine`: operation and element type of an atomic reduction into
+    shared memory."""
     serial = warp.cta.cluster.next_copy()
     granules = granules_of(plan.smem_addresses, plan.piece_bytes)
     if not combine[0]:
@@ -332,8 +333,8 @@ def _begin_load(
 @opcode("cp.reduce.async.bulk.<dst>.shared::cta.mbarrier::complete_tx::bytes.<op>.<type>", section="9.7.9.25.4.2",
         counter="tma", dst="shared::cluster", op="add", type="u64")  # fmt: skip
 def linear_load(b: Binder) -> Step:
-    """A run of bytes into shared memory from global memory, or from this CTA's shared memory to another's, where it may
-    be combined with what is there."""
+    """Copy a run of bytes from global to shared memory, or from this CTA's shared memory to another CTA's, where a
+    reduction may combine it with the old content."""
     multicast = bool(b.words.get("multicast::cluster"))
     combine = (b.words.get("op", ""), b.words.get("type", ""))
     destination, source, size, barrier, *rest = b.hinted(4 + multicast)
@@ -370,7 +371,7 @@ def _check_linear(destination: int, source: int, size: int, lane: int) -> None:
             raise Fault("misaligned", f"the {what} {value:#x} of a bulk copy is not a multiple of 16", lane=lane)
     if size <= 0:
         raise Fault("bulk-copy", f"a bulk copy of {size} bytes", lane=lane)
-    if size > MAX_DYNAMIC:  # before a piece of them is looked at
+    if size > MAX_DYNAMIC:  # Check before any piece is built.
         raise Fault("out-of-bounds", f"a bulk copy of {size} bytes; the shared memory of a CTA has at most "
                     f"{MAX_DYNAMIC}", lane=lane)  # fmt: skip
 
@@ -410,7 +411,7 @@ _REDUCTIONS = " ".join(REDUCED_TYPES)
 @opcode("cp.reduce.async.bulk.tensor.<dim>.global.shared::cta.<op>{.<mode>}.bulk_group{.L2::cache_hint}",
         section="9.7.9.27.1.3", counter="tma", dim=_DIMS, mode="tile im2col_no_offs", op=_REDUCTIONS)  # fmt: skip
 def tensor_store(b: Binder) -> Step:
-    """A box from shared memory to global memory, clipped to the tensor; with an operation it is combined there."""
+    """Copy a box from shared to global memory, clipped to the tensor. With an operation, reduce it into memory."""
     destination, source = b.hinted(2)
     no_offsets = [0] * (int(b.words["dim"][0]) - 2)
     tensor, origin = _TensorOperand(b, destination), _shared(b, source)
@@ -449,7 +450,7 @@ def tensor_store(b: Binder) -> Step:
 def _store_performer(
     warp: Warp, plan: BoxPlan, tensor_map: TensorMap, operation: str, line: int, *, doubtful: bool
 ) -> Callable[[], None]:
-    """Of the store at PTX `line`. `doubtful`: some of the source is undefined."""
+    """Makes the function that performs the store of PTX `line`. `doubtful`: some of the source is undefined."""
     smem, memory = warp.cta.smem, warp.cta.machine.memory
 
     def perform() -> None:
@@ -479,7 +480,7 @@ def _store_performer(
         section="9.7.9.25.4.2", counter="tma", op=_REDUCTIONS,
         type="b32 u32 s32 b64 u64 s64 f16 bf16 f32 f64")  # fmt: skip
 def linear_store(b: Binder) -> Step:
-    """A run of bytes from shared to global memory, or a reduction into it."""
+    """Copy a run of bytes from shared to global memory, or reduce it into memory."""
     destination, source, size = b.hinted(3)
     address_of, origin, count = b.address(destination), _shared(b, source), b.source(size, "u32")
     operation, element = b.words.get("op", ""), b.words.get("type", "")
@@ -537,8 +538,8 @@ def commit_group(b: Binder) -> Step:
 
 @opcode("cp.async.bulk.wait_group{.read}", section="9.7.9.27.2.2", kind="tail", counter="tma")
 def wait_group(b: Binder) -> Step:
-    """Wait until at most N of the thread's latest bulk groups are pending. Sources count as read once all is done;
-    after .read the destination may still be unwritten."""
+    """Wait until at most N of the thread's latest bulk groups are pending. A source counts as read only when the copy
+    ends. After .read the destination may still be unwritten."""
     allowed, reads = b.immediate(b.expect(1)[0]), bool(b.words["read"])
 
     def step(warp: Warp) -> object:
@@ -564,7 +565,7 @@ def wait_group(b: Binder) -> Step:
 @opcode("cp.async.bulk.prefetch.L2.global{.L2::cache_hint}", section="9.7.9.25.4.3", counter="tma")
 @opcode("prefetch{.<space>}.tensormap", section="9.7.9.15", counter="tma", space="param const")
 def prefetch(b: Binder) -> Step:
-    """Caches do not change results here."""
+    """Do nothing: caches do not change results here."""
     if b.words.get("mode") == "im2col":
         _offsets(b, b.hinted(2)[1])
     return lambda warp: None
@@ -576,11 +577,11 @@ def prefetch(b: Binder) -> Step:
 
 _SPACES = "global shared::cta"
 _HALF = MAP_BYTES // 2
-"""Bytes of a map that mean something, the lower ones. Nobody need write the upper half, and kernels do not."""
+"""Bytes of the lower half of a map, which holds all fields. Kernels leave the upper half unwritten."""
 
 
 def _changed(warp: Warp, space: str, address: int, lane: int, line: int, change: Callable[[bytes], bytes]) -> None:
-    """Replace the tensor map at `address` by what `change` makes of it."""
+    """Apply `change` to the tensor map at `address`."""
     if address % 64:
         raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=address)
     where, found = resolve(space, np.array([address], np.int64))
@@ -599,7 +600,7 @@ def _changed(warp: Warp, space: str, address: int, lane: int, line: int, change:
 
 
 def _from_smem(warp: Warp, offset: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Half of a map, of which each byte matters."""
+    """Half of a map. Reports an undefined byte in it."""
     smem = warp.cta.smem
     found, missing = smem.load(np.array([offset], np.int64), _HALF, warp.clock, warp.stamp)
     if missing is not None:
@@ -621,7 +622,7 @@ _CONSTANT_FIELDS = ("elemtype", "interleave_layout", "swizzle_mode", "swizzle_at
         field="rank box_dim global_dim element_stride elemtype interleave_layout swizzle_mode swizzle_atomicity "
         "fill_mode")  # fmt: skip
 def replace(b: Binder) -> Step:
-    """`[addr] {, ordinal}, value`: one field of the map in memory."""
+    """`[addr] {, ordinal}, value`: replace one field of the map in memory."""
     field, space = b.words["field"], b.words["space"].partition("::")[0]
     counted = field in ORDINALS
     operands = b.expect(3 if counted else 2)
@@ -649,7 +650,7 @@ def replace(b: Binder) -> Step:
 @opcode("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.<scope>.sync.aligned",
         section="9.7.13.16", counter="tma", scope="cta cluster gpu sys")  # fmt: skip
 def copy_and_fence(b: Binder) -> Step:
-    """`[global], [shared], 128`: copy a map to where the TMA unit will read it, once for the warp."""
+    """`[global], [shared], 128`: copy a map to global memory for the TMA unit, once per warp."""
     destination, source, size = b.expect(3)
     if b.immediate(size) != MAP_BYTES:
         raise b.error(f"the size is {b.immediate(size)}; it must be {MAP_BYTES}")

@@ -1,4 +1,4 @@
-"""Arithmetic with a carry: add.cc to madc (PTX ISA 9.7.2). The condition code is a predicate that only these see."""
+"""Arithmetic with a carry: add.cc to madc (PTX ISA 9.7.2). The condition code is a predicate private to these."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from backends.vm.ptx.ast import Register
 
 _TYPES = "u32 s32 u64 s64"
 _FLAG = Register("CC.CF")
-"""No register of a program can have this name, as it has a dot."""
+"""No declared register can have this name, because it contains a dot."""
 
 
 def _flag(b: Binder) -> Register:
-    """The condition code, with a row of its own in the functions that use it."""
+    """The condition code. Reserves a register row in functions that use it."""
     if _FLAG.name not in b.rows.rows:
         b.rows.rows[_FLAG.name] = b.rows.reserve(1)
     return _FLAG
 
 
 def _carried(b: Binder, count: int, exact: Callable[[list[int], int], int]) -> Step:
-    """`exact` gives the result from the operands as unsigned integers and the carry; what lies beyond it is carried."""
+    """`exact` computes the result from the operands, as unsigned integers, and the carry. Bits above it carry out."""
     bits, parts = int(b.words["type"][1:]), b.instruction.parts
     view, mask = f"u{bits}", (1 << bits) - 1
     d, *sources = b.expect(count + 1)
@@ -57,8 +57,8 @@ def add_with_carry(b: Binder) -> Step:
 def subtract_with_borrow(b: Binder) -> Step:
     """d = a - c, minus the borrow for subc; `.cc` borrows.
 
-    The ISA speaks of a borrow in CC.CF. An H200 adds the complement of c: a borrow is a carry of zero. Only code that
-    mixes additions and subtractions can tell.
+    The ISA puts the borrow in CC.CF. An H200 adds the complement of c, so a borrow is a carry of zero. Only code that
+    mixes additions and subtractions can tell the difference.
     """
     mask = (1 << int(b.words["type"][1:])) - 1
     borrows = b.instruction.parts[0] == "subc"

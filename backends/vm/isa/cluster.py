@@ -1,4 +1,4 @@
-"""Clusters: shared memory of the other CTAs, and clusterlaunchcontrol (PTX ISA 9.7.9.12, .23, .24, 9.7.13.17, .18)."""
+"""Clusters: shared memory of other CTAs, and clusterlaunchcontrol (PTX ISA 9.7.9.12, .23, .24, 9.7.13.17, .18)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from backends.vm.tensor.tma_box import reduced, reduced_bytes
 
 @opcode("mapa.shared::cluster.<type>", "mapa.<type>", section="9.7.9.23", counter="move", type="u32 u64")  # fmt: skip
 def mapa(b: Binder) -> Step:
-    """The same variable in the CTA of another rank: bits 31..24 of a shared address hold the rank.
+    """Map a shared address to the CTA of another rank: bits 31..24 of a shared address hold the rank.
 
-    A rank that the cluster does not have is found by whoever uses the address: CuTeDSL lets all lanes compute it.
+    An access checks the rank, not this, because CuTeDSL computes the address in all lanes.
     """
     d, a, rank = b.expect(3)
     view = b.words["type"]
@@ -44,7 +44,7 @@ def mapa(b: Binder) -> Step:
 
 @opcode("getctarank.shared::cluster.<type>", "getctarank.<type>", section="9.7.9.24", counter="move", type="u32 u64")
 def getctarank(b: Binder) -> Step:
-    """The rank of the CTA that a shared address belongs to."""
+    """The rank of the CTA that owns a shared address."""
     d, a = b.expect(2)
     view = b.words["type"]
     rd, ra = b.destination(d, "u32"), b.source(a, view)
@@ -81,8 +81,8 @@ def _remote(b: Binder, operand: Operand) -> Callable[[Warp, int], tuple[Cta, int
 @opcode("red.async.relaxed.cluster{.shared::cluster}.mbarrier::complete_tx::bytes.<op>.<type>", section="9.7.13.7",
         counter="memory", op="add", type="u32 s32 u64")  # fmt: skip
 def st_async(b: Binder) -> Step:
-    """Store into the shared memory of a CTA of the cluster, or combine with it; its end is a complete_tx on an mbarrier
-    of that CTA. Combinations are atomic, so several may be on their way to one place."""
+    """Store into, or reduce into, the shared memory of a CTA of the cluster. Completion is a complete_tx on an mbarrier
+    of that CTA. Reductions are atomic, so several may be in flight to one address."""
     destination, source, barrier = b.expect(3)
     operation, kind = b.words.get("op", ""), b.words["type"]
     view = "u64x2" if kind == "b128" else "u" + kind[1:]
@@ -133,10 +133,8 @@ def st_async(b: Binder) -> Step:
     return step
 
 
-# clusterlaunchcontrol: a running cluster takes over the work of one that has not begun (PTX ISA 9.7.13.17,
-# 9.7.13.18).
-# The 16 bytes of a response are opaque to kernels; here they are the three coordinates and whether there is a
-# cluster.
+# clusterlaunchcontrol: a running cluster takes over the work of one that has not begun (PTX ISA 9.7.13.17, 9.7.13.18).
+# The 16 bytes of a response are opaque to kernels. Here they hold the three coordinates and a flag for success.
 
 
 RESPONSE_BYTES = 16
@@ -144,7 +142,7 @@ _AXES = {"": 0, "get_first_ctaid::x": 0, "get_first_ctaid::y": 1, "get_first_cta
 
 
 def _own_offset(b: Binder, operand: Operand) -> Callable[[Warp, int], int]:
-    """Offset in this CTA's shared memory from a shared or generic address."""
+    """Resolves a shared or generic address to an offset in this CTA's shared memory."""
     address = b.address(operand)
     wide = b.width(getattr(operand, "base", operand)) == 64
 
@@ -159,7 +157,7 @@ def _own_offset(b: Binder, operand: Operand) -> Callable[[Warp, int], int]:
 @opcode("clusterlaunchcontrol.try_cancel.async{.shared::cta}.mbarrier::complete_tx::bytes{.multicast::cluster::all}.b128",
         section="9.7.13.17", counter="cluster")  # fmt: skip
 def try_cancel(b: Binder) -> Step:
-    """Take over a cluster that has not begun, if there is one; tell every CTA of this cluster, or only this CTA."""
+    """Take over a cluster that has not begun, if there is one. The response goes to this CTA or all of the cluster."""
     destination, barrier = b.expect(2)
     to, signal = _own_offset(b, destination), _own_offset(b, barrier)
     everybody = bool(b.words["multicast::cluster::all"])
@@ -230,7 +228,7 @@ def is_canceled(b: Binder) -> Step:
         "clusterlaunchcontrol.query_cancel.<axis>.b32.b128", section="9.7.13.18", counter="cluster",
         axis="get_first_ctaid::x get_first_ctaid::y get_first_ctaid::z")  # fmt: skip
 def first_ctaid(b: Binder) -> Step:
-    """%ctaid of the first CTA of the cluster in a response; zeros if it names none (undefined by the ISA)."""
+    """%ctaid of the first CTA of the cluster in a response. Zeros if it names none (undefined by the ISA)."""
     d, response = b.expect(2)
     first = _AXES[b.words.get("axis", "")]
     items = b.vector(d, 1 if "axis" in b.words else 4)[:3]

@@ -57,14 +57,14 @@ def bind_setp(b: Binder, view: str, compare: Compare) -> Step:
         type="u16 s16 u32 s32 u64 s64")  # fmt: skip
 @opcode("setp.<cmp>{.<bool>}.<type>", section="9.7.6.2", cmp="eq ne", bool="and or xor", type="b16 b32 b64")
 def setp(b: Binder) -> Step:
-    """Compare two integers; with a boolean operator the result is combined with a third predicate."""
+    """Compare two integers. A boolean operator combines the result with a third predicate."""
     kind = b.words["type"]
     if kind[0] == "s" and b.words["cmp"] in ("lo", "ls", "hi", "hs"):
         raise b.error(f".{b.words['cmp']} compares unsigned integers, not {kind}")
     return bind_setp(b, "u" + kind[1:] if kind[0] == "b" else kind, INTEGER_COMPARISONS[b.words["cmp"]])
 
 
-# Comparisons of floats into predicates and values: setp, set, slct (PTX ISA 9.7.6 and 9.7.7).
+# Comparisons of floats, and set and slct of all types (PTX ISA 9.7.6 and 9.7.7).
 
 
 _FLOAT_COMPARISONS = " ".join(COMPARISONS)
@@ -73,9 +73,9 @@ _HALF_VIEW = {"f16": "u16", "bf16": "u16", "f16x2": "u16x2", "bf16x2": "u16x2"}
 
 
 def comparison(type_name: str, op: str, *, ftz: bool = False) -> tuple[str, Compare]:
-    """The view in which operands of `type_name` are read and the comparison `op` of two such rows.
+    """The view for operands of `type_name`, and the function that compares two such rows by `op`.
 
-    Packed halves compare to [32, 2]. KeyError for an operator that the type does not have.
+    Packed halves compare to [32, 2]. KeyError for an operator that the type lacks.
     """
     if type_name in _HALF_VIEW:
         fmt = half.FORMATS[type_name.removesuffix("x2")]
@@ -95,7 +95,7 @@ def comparison(type_name: str, op: str, *, ftz: bool = False) -> tuple[str, Comp
 @opcode("setp.<cmp>{.<bool>}{.ftz}.f16", "setp.<cmp>{.<bool>}.bf16", section="9.7.7.2", cmp=_FLOAT_COMPARISONS,
         bool="and or xor")  # fmt: skip
 def setp_float(b: Binder) -> Step:
-    """Compare two floats: ordered comparisons are false and unordered ones (`u`) true where an operand is NaN."""
+    """Compare two floats. With a NaN operand ordered comparisons are false and unordered ones (`u`) are true."""
     kind = b.instruction.parts[-1]
     d = b.expect(4 if b.words["bool"] else 3)[0]
     if kind in _HALF_VIEW and isinstance(d, Pair):
@@ -107,7 +107,7 @@ def setp_float(b: Binder) -> Step:
 
 
 def _straight(b: Binder, compare: np.ufunc) -> Step:
-    """One f32 comparison into one predicate, with nothing in between."""
+    """The fast path: one f32 comparison straight into one predicate."""
     p, a, c = b.expect(3)
     rp, ra, rc = b.destination(p, "pred"), b.source(a, "f32"), b.source(c, "f32")
     return lambda warp: compare(warp.f32[ra], warp.f32[rc], warp.pred[rp], where=warp.where)
@@ -116,7 +116,7 @@ def _straight(b: Binder, compare: np.ufunc) -> Step:
 @opcode("setp.<cmp>{.<bool>}{.ftz}.f16x2", "setp.<cmp>{.<bool>}.bf16x2", section="9.7.7.2", cmp=_FLOAT_COMPARISONS,
         bool="and or xor")  # fmt: skip
 def setp_pair(b: Binder) -> Step:
-    """Compare both halves: the lower into the first predicate, the upper into the second."""
+    """Compare both halves: the lower one sets the first predicate, the upper one the second."""
     view, compare = comparison(b.instruction.parts[-1], b.words["cmp"], ftz=bool(b.words.get("ftz")))
     combine = _COMBINE.get(b.words["bool"])
     d, a, c, *rest = b.expect(4 if combine else 3)
@@ -155,7 +155,7 @@ _TRUE = {"f32": 0x3F80_0000, "f16": 0x3C00, "bf16": 0x3F80, "f16x2": 0x3C00, "bf
 @opcode("set.<cmp>{.<bool>}.<dtype>.bf16x2", section="9.7.7.1", cmp=_FLOAT_COMPARISONS, bool="and or xor",
         dtype="bf16x2 u32 s32")  # fmt: skip
 def set_value(b: Binder) -> Step:
-    """Compare and write a value: all ones or 1.0 where it holds, zero where not."""
+    """Compare and write a value: all ones or 1.0 if true, zero if false."""
     dtype, stype = b.instruction.parts[-2], b.instruction.parts[-1]
     ftz = bool(b.words.get("ftz"))
     if ftz and stype not in ("f32", "f16", "f16x2"):
@@ -188,7 +188,7 @@ _WIDTHS = "b16 b32 b64 u16 u32 u64 s16 s32 s64 f32 f64"
 
 @opcode("slct.<dtype>.s32", "slct{.ftz}.<dtype>.f32", section="9.7.6.4", dtype=_WIDTHS)
 def slct(b: Binder) -> Step:
-    """d = c >= 0 ? a : b, where NaN is not and -0 is at least zero; flushing a subnormal makes it so as well."""
+    """d = c >= 0 ? a : b. NaN selects b. -0 selects a, and so does a flushed subnormal."""
     bits, selector = b.words["dtype"][1:], b.instruction.parts[-1]
     view = b.words["dtype"] if b.words["dtype"][0] == "f" else f"u{bits}"
     d, a, c, chooser = b.expect(4)

@@ -17,7 +17,7 @@ def _nothing(warp: Warp) -> None:
 
 @opcode("bra{.uni}", section="9.7.12.3", kind="tail", control="branch", counter="control")
 def bra(b: Binder) -> Step:
-    """Jump; the label is resolved when blocks are cut."""
+    """Jump. The label is resolved when the code is cut into blocks."""
     (label,) = b.expect(1)
     if not isinstance(label, Symbol):
         raise b.error("the target must be a label")
@@ -26,7 +26,7 @@ def bra(b: Binder) -> Step:
 
 @opcode("brx.idx{.uni}", section="9.7.12.4", kind="tail", control="table", counter="control")
 def brx(b: Binder) -> Step:
-    """Where each lane jumps: its index into the list of labels, which is resolved when blocks are cut."""
+    """Jump by each lane's index into a list of labels. The list is resolved when the code is cut into blocks."""
     index, labels = b.expect(2)
     if not isinstance(labels, Symbol):
         raise b.error("the second operand must be the label of a .branchtargets list")
@@ -44,7 +44,7 @@ def leave(b: Binder) -> Step:
 
 @opcode("trap", section="9.7.19.4", kind="tail", counter="control")
 def trap(b: Binder) -> Step:
-    """The kernel gives up."""
+    """Fault: the kernel traps."""
 
     def step(warp: Warp) -> object:
         raise Fault("trap", "the kernel executed trap")
@@ -56,13 +56,13 @@ def trap(b: Binder) -> Step:
 @opcode("nanosleep.u32", section="9.7.19.2", counter="control")
 @opcode("pmevent{.mask}", section="9.7.19.3", counter="control")
 def no_effect(b: Binder) -> Step:
-    """Time means nothing here."""
+    """Do nothing: the machine has no notion of time."""
     return _nothing
 
 
 @opcode("griddepcontrol.<action>", section="9.7.13.13", counter="control", action="launch_dependents wait")
 def griddepcontrol(b: Binder) -> Step:
-    """Grids run one after the other; clocks know which warp has waited for the one before."""
+    """Track in clocks which warps have waited for the previous grid. Grids run one after another anyway."""
     b.expect(0)
     if b.words["action"] == "launch_dependents":
         return _nothing
@@ -71,7 +71,7 @@ def griddepcontrol(b: Binder) -> Step:
 
 @opcode("setmaxnreg.<way>.sync.aligned.u32", section="9.7.19.5", kind="tail", counter="control", way="inc dec")
 def setmaxnreg(b: Binder) -> Step:
-    """Give registers back to the pool of the CTA, or wait until it has enough."""
+    """Return registers to the CTA's pool, or wait until the pool has enough."""
     count = b.immediate(b.expect(1)[0])
     if not 24 <= count <= 256 or count % 8:
         raise b.error(f"the register count {count} must be a multiple of 8 in 24..256")

@@ -1,4 +1,4 @@
-"""cvt and cvt.pack (PTX ISA 9.7.9.21 and 9.7.9.22); what a conversion computes is in backends.vm.numerics.convert."""
+"""cvt and cvt.pack (PTX ISA 9.7.9.21 and 9.7.9.22). The arithmetic is in backends.vm.numerics.convert."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _container(bits: int) -> int:
         src="f32 bf16x2")  # fmt: skip
 @opcode("cvt.rs{.relu}.satfinite.<four>.f32", section="9.7.9.21", counter="convert", four="e4m3x4 e5m2x4 e3m2x4 e2m3x4")
 def cvt(b: Binder) -> Step:
-    """Convert; registers may be wider than their type: sources are cut, results extended (PTX ISA 9.4.1)."""
+    """Convert. Registers may be wider than their type: sources are truncated, results extended (PTX ISA 9.4.1)."""
     *between, dst, src = b.instruction.parts[1:]
     flags = {flag: flag in between for flag in ("ftz", "sat", "satfinite", "relu")}
     scaled = _SCALED in between
@@ -88,7 +88,7 @@ def _source(b: Binder, operand: Operand, kind: str) -> tuple[str, int]:
 
 
 def _extension(kind: str, out: str) -> np.dtype[np.generic] | None:
-    """The signed type that a result is read as where the register is wider than it."""
+    """The signed type as which a result is extended into a wider register; None if it needs none."""
     bits = WIDTH[kind]
     return np.dtype(SIGNED[bits]) if kind[0] == "s" and int(out[1:]) > bits else None
 
@@ -96,7 +96,7 @@ def _extension(kind: str, out: str) -> np.dtype[np.generic] | None:
 @opcode("cvt.pack.sat.<type>.s32", section="9.7.9.22", counter="convert", type="u16 s16")
 @opcode("cvt.pack.sat.<type>.s32.b32", section="9.7.9.22", counter="convert", type="u2 s2 u4 s4 u8 s8")
 def cvt_pack(b: Binder) -> Step:
-    """Two saturated integers side by side in the low bits of d, the second lowest; the low bits of c above them."""
+    """Pack two saturated integers into the low bits of d, the second one lowest, with the low bits of c above them."""
     kind = b.words["type"]
     size = int(kind[1:])
     low, high = (0, 2**size - 1) if kind[0] == "u" else (-(2 ** (size - 1)), 2 ** (size - 1) - 1)

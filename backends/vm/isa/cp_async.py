@@ -26,7 +26,7 @@ Addresses = npt.NDArray[np.int64]
 
 
 def _groups(warp: Warp) -> list[ThreadGroups]:
-    """The groups of the active lanes; the copies of one warp are one agent."""
+    """The groups of the active lanes. The copies of one warp are one agent."""
     plain, agent = warp.copies.plain, warp.copies.plain_agent
     if agent is None:
         agent = warp.copies.plain_agent = warp.agents.new_copy()
@@ -36,7 +36,7 @@ def _groups(warp: Warp) -> list[ThreadGroups]:
 @opcode("cp.async.<cache>.<dst>.global{.L2::cache_hint}{.<prefetch>}", section="9.7.9.25.3.1", counter="memory",
         cache="ca cg", dst="shared shared::cta", prefetch=_PREFETCH)  # fmt: skip
 def cp_async(b: Binder) -> Step:
-    """4, 8 or 16 bytes a thread (.cg: 16) from global to shared memory; what `src-size` leaves out becomes zero."""
+    """Copy 4, 8 or 16 bytes per thread (.cg: 16) from global to shared memory. Bytes beyond `src-size` become zero."""
     destination, source, size_operand, *rest = b.hinted(3, 4)
     size = b.immediate(size_operand)
     if size not in ((16,) if b.words["cache"] == "cg" else (4, 8, 16)):
@@ -147,7 +147,7 @@ def _wait(warp: Warp, allowed: int) -> Wait:
 @opcode("cp.async.mbarrier.arrive{.<noinc>}{.<space>}.b64", section="9.7.13.15.15", counter="mbarrier", noinc="noinc",
         space="shared shared::cta")  # fmt: skip
 def copy_arrive(b: Binder) -> Step:
-    """Arrive when this thread's earlier cp.async have ended; without .noinc the pending count is raised first."""
+    """Arrive when this thread's earlier cp.async have ended. Without .noinc the pending count is raised first."""
     find = places(b, b.expect(1)[0])
     increments = not b.words["noinc"]
     line, text = b.instruction.line, b.instruction.text

@@ -20,7 +20,7 @@ _FULL = {"add": f32.add, "sub": f32.sub, "mul": f32.mul}
 
 
 def _modifiers(b: Binder) -> dict[str, object]:
-    """Keyword arguments of numerics.f32 for the words after the opcode."""
+    """Keyword arguments for numerics.f32 from the words after the opcode."""
     chosen: dict[str, object] = {"rounding": cast(Rounding, b.words.get("rnd") or "rn")}
     chosen["ftz"] = bool(b.words.get("ftz"))
     if b.words.get("sat"):
@@ -33,7 +33,7 @@ def _plain(b: Binder) -> bool:
 
 
 def _nearest(b: Binder, operation: np.ufunc) -> Step:
-    """The common case, straight into the destination; a sum of squares tells whether any result is NaN."""
+    """The common case, straight into the destination. A sum of squares tells whether any result is NaN."""
     d, a, c = b.expect(3)
     rd, ra, rc = b.destination(d, "f32"), b.source(a, "f32"), b.source(c, "f32")
 
@@ -55,7 +55,7 @@ def _nearest(b: Binder, operation: np.ufunc) -> Step:
 @opcode("sub{.<rnd>}{.ftz}{.sat}.f32", section="9.7.3.4", counter="float", rnd=_ROUNDINGS)
 @opcode("mul{.<rnd>}{.ftz}{.sat}.f32", section="9.7.3.5", counter="float", rnd=_ROUNDINGS)
 def arithmetic(b: Binder) -> Step:
-    """Sum, difference or product, rounded to nearest if nothing else is said."""
+    """Sum, difference or product, rounded to nearest by default."""
     name = b.instruction.parts[0]
     if _plain(b):
         return _nearest(b, _NEAREST[name])
@@ -66,7 +66,7 @@ def arithmetic(b: Binder) -> Step:
 @opcode("sub{.<rnd>}{.ftz}.f32x2", section="9.7.3.4", counter="float", rnd=_ROUNDINGS)
 @opcode("mul{.<rnd>}{.ftz}.f32x2", section="9.7.3.5", counter="float", rnd=_ROUNDINGS)
 def arithmetic_pair(b: Binder) -> Step:
-    """The same on both halves of 64-bit registers."""
+    """As arithmetic, on both halves of 64-bit registers."""
     name = b.instruction.parts[0]
     compute = _NEAREST_PAIR[name] if _plain(b) else partial(_FULL[name], **_modifiers(b))
     return lanewise(b, "f32x2", cast(Compute, compute), 2)
@@ -75,7 +75,7 @@ def arithmetic_pair(b: Binder) -> Step:
 @opcode("fma.<rnd>{.ftz}{.sat}.f32", "fma.<rnd>{.ftz}.f32x2", section="9.7.3.6", counter="float", rnd=_ROUNDINGS)
 @opcode("mad.<rnd>{.ftz}{.sat}.f32", section="9.7.3.7", counter="float", rnd=_ROUNDINGS)
 def fma(b: Binder) -> Step:
-    """a * c + e rounded once; `mad.rnd.f32` is the same instruction."""
+    """a * c + e rounded once. `mad.rnd.f32` is the same instruction."""
     compute = f32.fma_rn if _plain(b) else partial(f32.fma, **_modifiers(b))
     return lanewise(b, b.instruction.parts[-1], cast(Compute, compute), 3)
 
@@ -99,7 +99,7 @@ def rounded_function(b: Binder) -> Step:
 @opcode("max{.ftz}{.NaN}.f32", "max{.ftz}{.NaN}.xorsign.abs.f32", "max{.ftz}{.NaN}.abs.f32", section="9.7.3.12",
         counter="float")  # fmt: skip
 def extremum(b: Binder) -> Step:
-    """Smaller or larger of two or three; NaN operands are passed over unless `.NaN`, and -0 is below +0."""
+    """Minimum or maximum of two or three. NaN operands are ignored unless `.NaN`, and -0 is below +0."""
     smallest = b.instruction.parts[0] == "min"
     ftz, nan, xorsign = bool(b.words["ftz"]), bool(b.words["NaN"]), "xorsign" in b.words
     magnitudes = "abs" in b.words
@@ -119,7 +119,7 @@ def extremum(b: Binder) -> Step:
 @opcode("abs{.ftz}.f32", section="9.7.3.9", counter="float")
 @opcode("neg{.ftz}.f32", section="9.7.3.10", counter="float")
 def sign_bit(b: Binder) -> Step:
-    """Magnitude or negation; a NaN becomes 0x7FFFFFFF."""
+    """Magnitude or negation. A NaN becomes 0x7FFFFFFF."""
     function = f32.absolute if b.instruction.parts[0] == "abs" else f32.negate
     return lanewise(b, "f32", cast(Compute, partial(function, ftz=bool(b.words["ftz"]))), 1)
 
@@ -139,7 +139,7 @@ def testp(b: Binder) -> Step:
 
 
 # Approximate single-precision functions: ex2, lg2, rcp, rsqrt, sqrt, sin, cos, tanh, div (PTX ISA 9.7.3).
-# Results are those of an H200, bit for bit; see backends.vm.numerics.approx.
+# Results equal an H200's bit for bit; see backends.vm.numerics.approx.
 
 
 _FUNCTIONS = {
@@ -161,7 +161,7 @@ _FUNCTIONS = {
 @opcode("lg2.approx{.ftz}.f32", section="9.7.3.20", counter="special")
 @opcode("ex2.approx{.ftz}.f32", section="9.7.3.21", counter="special")
 def approximate(b: Binder) -> Step:
-    """A function of one operand; `.ftz` flushes subnormal operands and results."""
+    """A function of one operand. `.ftz` flushes subnormal operands and results."""
     function = _FUNCTIONS[b.instruction.parts[0]]
     return lanewise(b, "f32", cast(Compute, partial(function, ftz=bool(b.words["ftz"]))), 1)
 
@@ -174,6 +174,6 @@ def tanh(b: Binder) -> Step:
 
 @opcode("div.approx{.ftz}.f32", "div.full{.ftz}.f32", section="9.7.3.8", counter="special")
 def div_approximate(b: Binder) -> Step:
-    """Quotient; `.approx` treats a divisor beyond 2^126 as infinite."""
+    """Quotient. `.approx` treats a divisor beyond 2^126 as infinite."""
     function = approx.div_full if b.instruction.parts[1] == "full" else approx.div_approx
     return lanewise(b, "f32", cast(Compute, partial(function, ftz=bool(b.words["ftz"]))), 2)

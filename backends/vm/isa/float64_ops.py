@@ -35,7 +35,7 @@ _ROUNDED: dict[str, tuple[Callable[..., Float64], int]] = {
 @opcode("rcp.<rnd>.f64", section="9.7.3.13", counter="float", rnd=_ROUNDINGS)
 @opcode("sqrt.<rnd>.f64", section="9.7.3.15", counter="float", rnd=_ROUNDINGS)
 def arithmetic(b: Binder) -> Step:
-    """Correctly rounded, to nearest if nothing else is said."""
+    """Correctly rounded arithmetic, to nearest by default."""
     function, count = _ROUNDED[b.instruction.parts[0]]
     return lanewise(b, "f64", cast(Compute, partial(function, rounding=cast(Rounding, b.words["rnd"] or "rn"))), count)
 
@@ -50,7 +50,7 @@ def sign_bit(b: Binder) -> Step:
 @opcode("min.f64", section="9.7.3.11", counter="float")
 @opcode("max.f64", section="9.7.3.12", counter="float")
 def extremum(b: Binder) -> Step:
-    """Smaller or larger; a NaN operand is passed over, and -0 is below +0."""
+    """Minimum or maximum. A NaN operand is ignored, and -0 is below +0."""
     return lanewise(b, "f64", cast(Compute, f64.minimum if b.instruction.parts[0] == "min" else f64.maximum), 2)
 
 
@@ -63,12 +63,12 @@ def copysign(b: Binder) -> Step:
 @opcode("rcp.approx.ftz.f64", section="9.7.3.14", counter="special")
 @opcode("rsqrt.approx.ftz.f64", section="9.7.3.17", counter="special")
 def gross(b: Binder) -> Step:
-    """Reciprocal (square root) to the upper 32 bits: 20 bits of mantissa each, subnormals flushed."""
+    """Reciprocal or reciprocal square root in the upper 32 bits: 20 bits of mantissa, subnormals flushed."""
     function = approx.rcp_f64 if b.instruction.parts[0] == "rcp" else approx.rsqrt_f64
     return lanewise(b, "f64", cast(Compute, function), 1)
 
 
 @opcode("rsqrt.approx.f64", section="9.7.3.16", counter="special")
 def rsqrt(b: Binder) -> Step:
-    """1 / sqrt(a); a zero gives infinity of its sign."""
+    """1 / sqrt(a). A zero gives infinity of its sign."""
     return lanewise(b, "f64", cast(Compute, f64.rsqrt), 1)

@@ -1,4 +1,4 @@
-"""Arithmetic on f16 and bf16, scalar and packed, and its mixture with f32 (PTX ISA 9.7.4 and 9.7.5)."""
+"""Arithmetic on f16 and bf16, scalar and packed, also mixed with f32 (PTX ISA 9.7.4 and 9.7.5)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def sign_bit(b: Binder) -> Step:
 @opcode("max{.ftz}{.NaN}.<type>", "max{.ftz}{.NaN}.xorsign.abs.<type>", section="9.7.4.8", counter="float", type=_F16)
 @opcode("max{.NaN}.<type>", "max{.NaN}.xorsign.abs.<type>", section="9.7.4.8", counter="float", type=_BF16)
 def extremum(b: Binder) -> Step:
-    """Smaller or larger; NaN operands are passed over unless `.NaN`, and -0 is below +0."""
+    """Minimum or maximum. NaN operands are ignored unless `.NaN`, and -0 is below +0."""
     view, fmt = _type(b)
     function = half.minimum if b.instruction.parts[0] == "min" else half.maximum
     options = {"nan": bool(b.words["NaN"]), "xorsign_abs": "xorsign" in b.words, **_flags(b, "ftz")}
@@ -73,7 +73,7 @@ def extremum(b: Binder) -> Step:
 @opcode("ex2.approx.<type>", section="9.7.4.10", counter="special", type=_F16)
 @opcode("ex2.approx.ftz.<type>", section="9.7.4.10", counter="special", type=_BF16)
 def approximate(b: Binder) -> Step:
-    """2^a or the hyperbolic tangent: the f32 unit's result, cut off (facts.md 7.4)."""
+    """2^a or the hyperbolic tangent: the f32 unit's result, truncated (facts.md 7.4)."""
     view, fmt = _type(b)
     function = half.tanh if b.instruction.parts[0] == "tanh" else half.ex2
     return lanewise(b, view, cast(Compute, partial(function, fmt=fmt)), 1)

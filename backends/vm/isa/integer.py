@@ -16,7 +16,7 @@ from backends.vm.machine.warp import Mask, Warp
 from backends.vm.ptx.ast import Immediate
 
 Result = npt.NDArray[np.generic]
-# Rows come in every integer type; the checker needs one of them.
+# Rows have any integer type. The type checker needs one of them.
 Row = npt.NDArray[np.int64]
 Ufunc = Callable[..., object]
 
@@ -78,7 +78,7 @@ def sub(b: Binder) -> Step:
 @opcode("add.sat.s32", section="9.7.1.1")
 @opcode("sub.sat.s32", section="9.7.1.2")
 def saturating(b: Binder) -> Step:
-    """Addition and subtraction clamped to the range of s32."""
+    """Addition or subtraction clamped to the range of s32."""
     sign = 1 if b.instruction.parts[0] == "add" else -1
 
     def compute(a: Row, c: Row) -> Row:
@@ -114,7 +114,7 @@ _WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 
 @opcode("mul.wide.<type>", section="9.7.1.3", type=" ".join(_WIDER))
 def mul_wide(b: Binder) -> Step:
-    """The whole product, in a register of twice the width."""
+    """The full product, in a register of twice the width."""
     kind = b.words["type"]
     wide = _dtype(_WIDER[kind])
     return _computed(b, kind, lambda a, c: a.astype(wide) * c.astype(wide), 2, _WIDER[kind])
@@ -150,10 +150,10 @@ def mad_wide(b: Binder) -> Step:
 
 
 def _counted(step: Step, counter: str, outside: Callable[[Warp], Mask]) -> Step:
-    """`step`, which also counts the instructions of which an active lane has operands that the ISA gives no result for.
+    """`step` that also counts instructions with an active lane whose operands have no result in the ISA.
 
-    Results here are those of its pseudo-code or of an H200; another GPU may give others. No more than a note: compilers
-    compute such values in lanes that do not use them.
+    Results here follow the ISA's pseudo-code or an H200; another GPU may differ. The report is only a note, because
+    compilers compute such values in lanes that do not use them.
     """
 
     def run(warp: Warp) -> object:
@@ -172,20 +172,20 @@ def _divide(a: Row, c: Row, *, remainder: bool) -> Result:
     rest = np.fmod(a, safe)
     if remainder:
         return np.where(c == 0, np.invert(np.zeros_like(a)), rest)
-    # An exact quotient; the most negative value divided by -1 stays, as it wraps.
+    # The division is exact. The most negative value divided by -1 wraps to itself.
     quotient = (a - rest) // safe
     return np.where(c == 0, np.invert(np.zeros_like(a)), quotient)
 
 
 @opcode("div.<type>", section="9.7.1.8", type=_INTEGERS)
 def div(b: Binder) -> Step:
-    """Truncating division. By zero the ISA leaves the result open; an H200 gives all ones."""
+    """Truncating division. The ISA leaves division by zero undefined; an H200 gives all ones."""
     return _computed(b, b.words["type"], lambda a, c: _divide(a, c, remainder=False), 2)
 
 
 @opcode("rem.<type>", section="9.7.1.9", type=_INTEGERS)
 def rem(b: Binder) -> Step:
-    """Remainder with the sign of the dividend. By zero the ISA leaves the result open; an H200 gives all ones."""
+    """Remainder with the sign of the dividend. The ISA leaves a zero divisor undefined; an H200 gives all ones."""
     view = b.words["type"]
     step, row = _computed(b, view, lambda a, c: _divide(a, c, remainder=True), 2), b.source(b.operands[2], view)
     return _counted(step, "remainders_by_zero", lambda warp: getattr(warp, view)[row] == 0)
@@ -193,7 +193,7 @@ def rem(b: Binder) -> Step:
 
 @opcode("abs.<type>", section="9.7.1.10", type="s16 s32 s64")
 def absolute(b: Binder) -> Step:
-    """|a|; the most negative value stays."""
+    """|a|. The most negative value stays the same."""
     return _computed(b, b.words["type"], np.abs, 1)
 
 
@@ -206,14 +206,14 @@ def negate(b: Binder) -> Step:
 @opcode("min.<type>", section="9.7.1.12", type=_INTEGERS)
 @opcode("max.<type>", section="9.7.1.13", type=_INTEGERS)
 def extremum(b: Binder) -> Step:
-    """Smaller or larger of two."""
+    """Minimum or maximum of two."""
     return _binary(b, _view(b.words["type"]), np.minimum if b.instruction.parts[0] == "min" else np.maximum)
 
 
 @opcode("min.relu.s32", section="9.7.1.12")
 @opcode("max.relu.s32", section="9.7.1.13")
 def extremum_relu(b: Binder) -> Step:
-    """Smaller or larger of two, negative results replaced by zero."""
+    """Minimum or maximum of two, with negative results replaced by zero."""
     choose = np.minimum if b.instruction.parts[0] == "min" else np.maximum
     return _computed(b, "s32", lambda a, c: np.maximum(choose(a, c), 0), 2)
 
@@ -233,7 +233,7 @@ def logic(b: Binder) -> Step:
 @opcode("or.pred", section="9.7.8.2")
 @opcode("xor.pred", section="9.7.8.3")
 def logic_pred(b: Binder) -> Step:
-    """The same on predicates."""
+    """As logic, on predicates."""
     d, a, c = b.expect(3)
     rd = b.destination(d, "pred")
     (ra, na), (rc, nc) = b.predicate(a), b.predicate(c)
@@ -265,7 +265,7 @@ def cnot(b: Binder) -> Step:
 
 
 def _shift(b: Binder, operation: np.ufunc, beyond: Callable[[Row], Result]) -> Step:
-    """Shift by a literal or, lane by lane, a register; `beyond` gives the result for amounts of the width or more."""
+    """Shift by a literal or, lane by lane, a register. `beyond` gives the result for amounts of the width or more."""
     kind = b.words["type"]
     view, bits = _view(kind), int(kind[1:])
     d, a, amount = b.expect(3)
@@ -293,13 +293,13 @@ def _shift(b: Binder, operation: np.ufunc, beyond: Callable[[Row], Result]) -> S
 
 @opcode("shl.<type>", section="9.7.8.8", type=_BITS)
 def shl(b: Binder) -> Step:
-    """Shift left; by the width or more gives zero."""
+    """Shift left. An amount of the width or more gives zero."""
     return _shift(b, np.left_shift, np.zeros_like)
 
 
 @opcode("shr.<type>", section="9.7.8.9", type=_BITS + " " + _INTEGERS)
 def shr(b: Binder) -> Step:
-    """Shift right; signed types copy the sign, and amounts of the width or more leave nothing else."""
+    """Shift right. Signed types shift in the sign; an amount of the width or more leaves only sign bits, or zero."""
     if b.words["type"][0] == "s":
         return _shift(b, np.right_shift, lambda a: np.where(a < 0, -1, 0))
     return _shift(b, np.right_shift, np.zeros_like)
@@ -337,7 +337,7 @@ def clz(b: Binder) -> Step:
 
 @opcode("bfind{.shiftamt}.<type>", section="9.7.1.16", type="u32 u64 s32 s64")
 def bfind(b: Binder) -> Step:
-    """Position of the highest bit that is not a copy of the sign; all ones if there is none."""
+    """Position of the highest bit that differs from the sign. All ones if there is none."""
     kind = b.words["type"]
     bits = int(kind[1:])
 
@@ -388,7 +388,7 @@ _WIDE_FIELDS = "bit_fields_beyond_255"
 def _beyond_a_byte(position: int, length: int) -> Callable[[Warp], Mask]:
     """Lanes whose position or length exceeds 255: the ISA restricts both to 0..255 (9.7.1.19, 9.7.1.20).
 
-    Of 64-bit fields an H200 does not take the low byte, as the pseudo-code does; of 32-bit ones it does.
+    The pseudo-code takes the low byte. An H200 does so for 32-bit fields but not for 64-bit ones.
     """
     return lambda warp: (warp.u32[position] > 255) | (warp.u32[length] > 255)
 
@@ -417,7 +417,7 @@ def bfi(b: Binder) -> Step:
 def lop3(b: Binder) -> Step:
     """Any bitwise function of three inputs, given by its truth table.
 
-    `d|p` with `.and` or `.or`: p says whether d is not zero, combined with a last source.
+    `d|p` with `.and` or `.or`: p is whether d is nonzero, combined with a last source.
     """
     combine = _LOGIC.get(b.words.get("bool", ""))
     d, a, c, e, table, *rest = b.expect(5 if combine is None else 6)
@@ -449,7 +449,7 @@ _HALVES = "u16x2 s16x2"
 
 
 def _fields(word: Row, bits: int, type_name: str) -> Row:
-    """int64 [32, 32 / bits]: the fields of a 32-bit row, the lowest first, extended as `type_name` says."""
+    """int64 [32, 32 / bits]: the fields of a 32-bit row, lowest first, extended by `type_name`."""
     dtype = np.dtype(f"{'i' if type_name[0] == 's' else 'u'}{bits // 8}")
     return np.ascontiguousarray(word).view(dtype).reshape(-1, 32 // bits).astype(np.int64)
 
@@ -457,7 +457,7 @@ def _fields(word: Row, bits: int, type_name: str) -> Row:
 @opcode("dp4a.<a>.<b>", section="9.7.1.23", a=_WORD_TYPES, b=_WORD_TYPES)
 @opcode("dp2a.<half>.<a>.<b>", section="9.7.1.24", half="lo hi", a=_WORD_TYPES, b=_WORD_TYPES)
 def dot(b: Binder) -> Step:
-    """e plus the products of four bytes of a and of c, or of two halves of a and two bytes of c; wraps."""
+    """e plus the products of four bytes of a and c, or of two halves of a and two bytes of c, wrapping."""
     left, right = b.words["a"], b.words["b"]
     half = b.words.get("half")
     chosen = slice(None) if half is None else slice(0, 2) if half == "lo" else slice(2, 4)
@@ -479,7 +479,7 @@ def sum_of_differences(b: Binder) -> Step:
 @opcode("mad24.<half>.<type>", section="9.7.1.6", half="lo hi", type=_WORD_TYPES)
 @opcode("mad24.hi.sat.s32", section="9.7.1.6")
 def multiply_24(b: Binder) -> Step:
-    """Bits 31..0 or 47..16 of the product of the low 24 bits of a and c; mad24 adds e."""
+    """Bits 31..0 or 47..16 of the product of the low 24 bits of a and c. mad24 adds e."""
     parts = b.instruction.parts
     signed, shift, saturates = parts[-1] == "s32", 16 if "hi" in parts else 0, "sat" in parts
 
@@ -501,7 +501,7 @@ def multiply_24(b: Binder) -> Step:
 
 @opcode("bmsk.<mode>.b32", section="9.7.1.22", mode="clamp wrap")
 def bit_mask(b: Binder) -> Step:
-    """c ones from bit a on. `.wrap` takes both modulo 32; `.clamp` ends the mask at bit 31."""
+    """c ones from bit a on. `.wrap` takes both modulo 32. `.clamp` ends the mask at bit 31."""
     clamps = b.words["mode"] == "clamp"
 
     def compute(a: Row, c: Row) -> Result:
@@ -519,7 +519,7 @@ def bit_mask(b: Binder) -> Step:
 
 @opcode("szext.<mode>.<type>", section="9.7.1.21", mode="clamp wrap", type=_WORD_TYPES)
 def extend(b: Binder) -> Step:
-    """The low c bits of a, extended. From 32 on `.clamp` gives a itself and `.wrap` takes c modulo 32."""
+    """The low c bits of a, extended. For c from 32 on `.clamp` gives a itself and `.wrap` takes c modulo 32."""
     clamps, signed = b.words["mode"] == "clamp", b.words["type"] == "s32"
 
     def compute(a: Row, c: Row) -> Result:
@@ -547,7 +547,7 @@ _BYTES = "u8x4 s8x4"
 @opcode("min.relu.s16x2", section="9.7.1.12")
 @opcode("max.relu.s16x2", section="9.7.1.13")
 def halves(b: Binder) -> Step:
-    """Each 16-bit half or byte by itself: sum, difference, smaller or larger; `.relu` makes negative results zero."""
+    """Sum, difference, minimum or maximum of each 16-bit half or byte. `.relu` makes negative results zero."""
     parts = b.instruction.parts
     operation = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}[parts[0]]
     bits, low = int(re.sub(r"x\d|\D", "", parts[-1])), 0
@@ -573,7 +573,7 @@ def negate_bytes(b: Binder) -> Step:
 
 @opcode("fns.b32", section="9.7.1.17")
 def nth_set(b: Binder) -> Step:
-    """The position of the e-th one of a from bit c on, upwards or downwards; all ones if there is none."""
+    """Position of the e-th set bit of a from bit c on, upwards or downwards. All ones if there is none."""
 
     def found(mask: int, base: int, offset: int) -> int:
         if offset == 0:

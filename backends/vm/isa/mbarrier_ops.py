@@ -1,4 +1,4 @@
-"""mbarrier instructions (PTX ISA 9.7.13.15); behaviour of phases and parities measured on an H200 (facts.md 6.1)."""
+"""mbarrier instructions (PTX ISA 9.7.13.15). Phases and parities behave as measured on an H200 (facts.md 6.1)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Where = tuple[Cta, int]
 
 
 def places(b: Binder, operand: Operand, *, remote: bool = False) -> Callable[[Warp], Iterator[tuple[Where, list[int]]]]:
-    """The mbarriers that the active lanes name: (CTA, offset), each with its lanes."""
+    """The mbarriers that the active lanes address: (CTA, offset), each with its lanes."""
     address = b.address(operand)
     space = b.words.get("space", "") or ("" if b.width(getattr(operand, "base", operand)) == 64 else "shared")
 
@@ -49,7 +49,7 @@ def places(b: Binder, operand: Operand, *, remote: bool = False) -> Callable[[Wa
 
 @opcode("mbarrier.init{.<space>}.b64", section="9.7.13.15.9", counter="mbarrier", space=_SPACE)
 def init(b: Binder) -> Step:
-    """Phase 0, `count` arrivals pending and expected."""
+    """Start phase 0 with `count` arrivals pending and expected."""
     a, count = b.expect(2)
     find, row = places(b, a), b.source(count, "u32")
 
@@ -67,7 +67,7 @@ def init(b: Binder) -> Step:
 
 @opcode("mbarrier.inval{.<space>}.b64", section="9.7.13.15.10", counter="mbarrier", space=_SPACE)
 def inval(b: Binder) -> Step:
-    """End the object; its memory may be used again."""
+    """End the mbarrier. Its memory may be reused."""
     find = places(b, b.expect(1)[0])
 
     def step(warp: Warp) -> None:
@@ -114,7 +114,7 @@ _ARRIVE_FORM = "{.<tx>}{.<sem>}{.<scope>}{.<space>}.b64"
         section="9.7.13.15.13", counter="mbarrier", tx="expect_tx", sem=_SEM, scope=_SCOPE, space=_SPACE,
         nocomplete="noComplete")  # fmt: skip
 def arrive(b: Binder) -> Step:
-    """Arrive, with expect_tx first raising the transaction count; the token holds the phase it was taken in."""
+    """Arrive. expect_tx first raises the transaction count. The token holds the phase of the arrival."""
     operands = list(b.expect(1, 2, 3))
     d = operands.pop(0) if len(operands) > 1 and not _is_address(operands[0]) else None
     find = places(b, operands[0], remote=True)
@@ -152,7 +152,7 @@ def _is_address(operand: Operand) -> bool:
 
 
 def _token(barrier: MBarrier) -> np.uint64:
-    # The layout an H200 shows: parity in bit 63, minus the pending count in bits 62..43 (facts.md 6.1).
+    # An H200's layout: parity in bit 63, minus the pending count in bits 62..43 (facts.md 6.1).
     return np.uint64((barrier.phase & 1) << 63 | (-barrier.pending & 0xFFFFF) << 43)
 
 
@@ -221,7 +221,7 @@ def test_wait(b: Binder) -> Step:
 @opcode("mbarrier.try_wait" + _WAIT, section="9.7.13.15.16", kind="tail", counter="mbarrier",
         vocabulary=_WAIT_WORDS)  # fmt: skip
 def try_wait(b: Binder) -> Step:
-    """As test_wait, but the warp parks while the phase lasts; it gets false only when nothing else can move."""
+    """As test_wait, but the warp parks while the phase lasts. It gets false only when nothing else can run."""
     rd, ask = _bind_wait(b)
 
     def step(warp: Warp) -> object:

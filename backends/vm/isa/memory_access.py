@@ -59,7 +59,7 @@ def _space(b: Binder) -> str:
 
 
 def _items(b: Binder, operand: Operand) -> tuple[Operand, ...]:
-    """The registers of a load or store: one, or as many as `.v2`, `.v4`, `.v8` says."""
+    """The registers of a load or store: one, or as many as in `.v2`, `.v4` or `.v8`."""
     count = int(b.words["vec"][1:]) if b.words["vec"] else 1
     if count > 1 and b.words["type"] == "b128":
         raise b.error("a vector of .b128 has more bytes than an access may have")
@@ -71,7 +71,7 @@ def _strong(b: Binder) -> bool:
 
 
 def _view_for(b: Binder, operand: Operand, type_name: str) -> str:
-    """The view of a register that holds an element of `type_name`: of its own width, signed for signed types."""
+    """The view of a register for an element of `type_name`: the register's own width, signed for signed types."""
     bits = max(int(type_name[1:]), b.width(operand) or 0, 16)
     if bits == 128 and type_name != "b128":
         raise b.error(f"a register of 128 bits where an element of .{type_name} goes")
@@ -81,7 +81,7 @@ def _view_for(b: Binder, operand: Operand, type_name: str) -> str:
 @opcode("ld" + _FORM, section="9.7.9.8", counter="memory", vocabulary=_HINTS)
 @opcode("ldu{.<space>}{.<vec>}.<type>", section="9.7.9.10", counter="memory", space="global", vec="v2 v4", type=_TYPES)
 def ld(b: Binder) -> Step:
-    """Load one element or a vector; a register wider than the element is zero- or sign-extended."""
+    """Load one element or a vector. A register wider than the element is zero- or sign-extended."""
     d, a = b.hinted(2)
     space, kind = _space(b), b.words["type"]
     if space == "const":
@@ -98,13 +98,13 @@ def ld(b: Binder) -> Step:
     used, line = b.rows.used, b.instruction.line
     rows_of = {column: (WIDTH_OF_VIEW[view], row) for column, view, row in targets}
     quick = None
-    # Where undefined bytes are loaded, the addresses are asked for once more, behind the load.
+    # Undefined bytes need the addresses again after the load, so the load must not overwrite its base register.
     if space in SPACES and not strong and base not in rows_of.values():
         quick = QuickAccess(space, addressed, dtype.itemsize * words, [rows_of.get(i) for i in range(len(items))],
                             line, stores=False, signed=kind[0] == "s")  # fmt: skip
 
     def leave_undefined(warp: Warp, missing: Missing) -> NoReturn:
-        """Of the registers that nothing reads, nothing is said: a compiler loads whole vectors."""
+        """Mark registers undefined, but not those that nothing reads: compilers load whole vectors."""
         parts, origin = undefined_words(missing.bytes_, dtype), missing.origin.read_at(line)
         for column, view, row in targets:
             if (WIDTH_OF_VIEW[view], row) in used:
@@ -112,7 +112,7 @@ def ld(b: Binder) -> Step:
         raise BecameUndefined
 
     def look_at(warp: Warp, answer: int) -> None:
-        """The access is done; some of the bytes that `answer` is about may be undefined."""
+        """After the access: mark registers undefined if `answer` says that it met undefined bytes."""
         if quick is not None and answer & UNDEFINED:
             addresses = address(warp)
             missing = quick.missing(warp, addresses if warp.where is True else addresses[warp.mask])
@@ -146,7 +146,7 @@ def ld(b: Binder) -> Step:
     held: list[tuple[str, int, np.generic]] = []
 
     def parameter(warp: Warp) -> None:
-        """All lanes, and all warps of a launch, read the same bytes."""
+        """Load a parameter once per launch: all lanes and all warps read the same bytes."""
         nonlocal read, held
         params = warp.cta.machine.params
         if read is not params:
@@ -168,8 +168,8 @@ def ld(b: Binder) -> Step:
 
 
 def _of_parameter(base: Key, element: int, size: int, registers: Mapping[int, Key]) -> RunAccess | None:
-    """A load of `size` bytes from the parameter whose address `base` holds, as a run has it: elements of so many bytes
-    by number, each to a register of its size. None where one has to be extended."""
+    """The compiled form of a load of `size` bytes from the parameter whose address is in `base`. `element` is in bytes;
+    `registers` maps element numbers to registers of the same size. None if an element must be extended."""
     if element not in (4, 8) or not registers or any(width != 8 * element for width, _ in registers.values()):
         return None
     places = [word for column, key in registers.items() for word in (*place_of(key), column)]
@@ -177,12 +177,12 @@ def _of_parameter(base: Key, element: int, size: int, registers: Mapping[int, Ke
 
 
 def _nothing_left(warp: Warp, answer: int) -> None:
-    """A parameter is loaded, or it is not."""
+    """Do nothing: a parameter load needs no further check."""
 
 
 @opcode("st" + _FORM, section="9.7.9.11", counter="memory", vocabulary=_HINTS)
 def st(b: Binder) -> Step:
-    """Store one element or a vector; of a wider register the low part."""
+    """Store one element or a vector. A wider register stores its low part."""
     a, source = b.hinted(2)
     space, kind = _space(b), b.words["type"]
     items = _items(b, source)
@@ -238,7 +238,7 @@ MAX_BULK_STORE = 16_777_216
 
 @opcode("st.bulk{.weak}{.<space>}", section="9.7.9.13", counter="memory", space="shared::cta")
 def st_bulk(b: Binder) -> Step:
-    """Zeros in `size` bytes of shared memory, a multiple of 8."""
+    """Store zeros to `size` bytes of shared memory, a multiple of 8."""
     a, size, value = b.expect(3)
     if b.immediate(value) != 0:
         raise b.error(f"the initial value is {b.immediate(value)}; it must be 0")
@@ -300,7 +300,7 @@ def _numpy_type(kind: str) -> np.dtype[np.generic]:
 
 
 def _half_update(kind: str, op: str) -> Callable[..., int]:
-    """One or two halves in an integer, combined and rounded to nearest even; subnormals are kept (`.noftz`)."""
+    """Combine one or two halves held in an integer. Rounds to nearest even and keeps subnormals (`.noftz`)."""
     fmt, bits = half.FORMATS[kind.removesuffix("x2")], 32 if kind.endswith("x2") else 16
     combine = half.REDUCTIONS[op]
 
@@ -312,7 +312,7 @@ def _half_update(kind: str, op: str) -> Callable[..., int]:
 
 
 def _single_sum(*, flush: bool) -> Callable[..., int]:
-    """f32 as integers, as a signalling NaN would not survive Python's numbers; the sum's NaN is canonical.
+    """Add f32 bits held in integers, because Python floats lose signalling NaNs. A NaN sum is canonical.
     Global memory flushes subnormal operands and results, shared memory does not (9.7.13.5)."""
 
     def update(old: int, x: int, _: object) -> int:
@@ -324,7 +324,7 @@ def _single_sum(*, flush: bool) -> Callable[..., int]:
 
 @dataclass(frozen=True, slots=True)
 class _Element:
-    """An element of memory as a Python number, and back: of a type's kind, `size` bytes; 128 bits are one integer."""
+    """Converts elements of memory to Python numbers and back. An element of 128 bits is one integer."""
 
     kind: str
     dtype: np.dtype[np.generic]
@@ -342,7 +342,7 @@ class _Element:
         return "u64x2" if self.kind == "b128" else "u" + self.kind[1:] if self.kind[0] == "b" else self.kind
 
     def numbers(self, words: npt.NDArray[np.generic]) -> list[int | float]:
-        """From [n] elements, or [n, 2] words of 64 bits."""
+        """Python numbers from [n] elements, or from [n, 2] words of 64 bits."""
         if self.kind != "b128":
             return words.tolist()
         return [low | high << 64 for low, high in words.tolist()]
@@ -354,7 +354,7 @@ class _Element:
         return np.array([[int(one) & (2**64 - 1), int(one) >> 64] for one in numbers], np.uint64).reshape(-1, 2)
 
     def wrapped(self, value: int | float) -> int | float:
-        """The number that fits the element."""
+        """`value` wrapped or rounded to the element."""
         return int(value) & (2**128 - 1) if self.kind == "b128" else _wrapped(value, self.dtype)
 
 
@@ -374,7 +374,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
     target = None if d is None or isinstance(d, Sink) else b.destination(d, view)
     rows = [b.source(item, view) for item in sources]
     address, line = b.address(a), b.instruction.line
-    # An exchange does not look at what it overwrites: only its result is undefined then.
+    # An exchange does not depend on what it overwrites, so undefined memory only makes its result undefined.
     read = access.take if "exch" in parts else _defined
 
     def step(warp: Warp) -> None:
@@ -396,7 +396,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         stored = np.ascontiguousarray(element.words(held).reshape(len(held), -1)).view(np.uint8)
         access.store(warp, space, places, stored, line, strong=True, lanes=lanes[first])
         if np.array_equal(stored, found.view(np.uint8).reshape(stored.shape)):
-            # A failed cas lets nobody move on: lanes that try for a lock count as spinning.
+            # A failed cas is no progress: lanes that retry a lock count as spinning.
             warp.cta.machine.engine.events -= 1
         access.synchronise(warp, space, places, sem, scope, acquire=False, release=True, meetings=meetings)
         if target is not None:
@@ -415,7 +415,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
 def _defined(
     warp: Warp, space: str, addresses: npt.NDArray[np.int64], size: int, *, strong: bool, lanes: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint8], None]:
-    """As access.take, of memory whose bytes all decide something."""
+    """As access.take, for memory where every byte matters: undefined bytes are reported."""
     return access.load(warp, space, addresses, size, strong=strong, lanes=lanes), None
 
 
@@ -432,7 +432,7 @@ def _wrapped(value: int | float, dtype: np.dtype[np.generic]) -> int | float:
 @opcode("atom{.<sem>}{.<scope>}{.<space>}.cas.b16", section="9.7.13.5", counter="memory", vocabulary=_ATOMIC)
 @opcode("atom" + _ATOMIC_FORM, section="9.7.13.5", counter="memory", vocabulary=_ATOMIC)
 def atom(b: Binder) -> Step:
-    """Read, modify and write one element a lane, lanes in ascending order; returns the old value."""
+    """Read, modify and write one element per lane, in ascending lane order. Returns the old value."""
     operands = b.hinted(4 if "cas" in b.instruction.parts else 3)
     return _atomic(b, operands[0], operands[1], operands[2:])
 
@@ -443,7 +443,7 @@ _HALF = {**_ATOMIC, "type": "f16 f16x2 bf16 bf16x2"}
 
 @opcode("atom" + _HALF_FORM, section="9.7.13.5", counter="memory", vocabulary=_HALF)
 def atom_half(b: Binder) -> Step:
-    """Add one or two halves a lane, lanes in ascending order; returns the old ones."""
+    """Add one or two halves per lane, in ascending lane order. Returns the old ones."""
     d, a, source = b.hinted(3)
     return _atomic(b, d, a, (source,))
 
@@ -463,9 +463,9 @@ def red(b: Binder) -> Step:
 
 
 def atomic(b: Binder, d: Operand | None, a: Operand, source: Operand) -> Step:
-    """A read-modify-write, with a vector or not.
+    """A read-modify-write of one element or a vector.
 
-    Elements of a vector are combined one by one: the ISA makes each of them atomic, not the whole.
+    Elements of a vector are combined one by one: in the ISA each of them is atomic, not the whole vector.
     """
     if not b.words.get("vec"):
         return _atomic(b, d, a, (source,))
@@ -495,7 +495,7 @@ _HALF_VECTOR = {**_VECTOR, "op": "add min max", "vec": "v2 v4 v8", "type": "f16 
 @opcode("atom" + _HALF_VECTOR_FORM, section="9.7.13.5", counter="memory", vocabulary=_HALF_VECTOR)
 @opcode("atom" + _VECTOR_FORM, section="9.7.13.5", counter="memory", vocabulary=_VECTOR)
 def atom_vector(b: Binder) -> Step:
-    """Add each element of a vector to memory; the old elements are the result."""
+    """Add each element of a vector to memory. Returns the old elements."""
     d, a, source = b.hinted(3)
     return atomic(b, d, a, source)
 
@@ -509,12 +509,12 @@ def red_vector(b: Binder) -> Step:
 
 
 DISCARDED = 128
-"""Bytes that a discard takes, and their alignment (PTX ISA 9.7.9.17)."""
+"""Size and alignment of a discard in bytes (PTX ISA 9.7.9.17)."""
 
 
 @opcode("discard{.global}.L2", section="9.7.9.17", counter="memory")
 def discard(b: Binder) -> Step:
-    """A weak write of values that mean nothing."""
+    """A weak write of undefined values."""
     a, size = b.expect(2)
     if b.immediate(size) != DISCARDED:
         raise b.error(f"a discard takes {DISCARDED} bytes")
@@ -553,7 +553,7 @@ _SECOND = "L2::evict_first L2::evict_unchanged"
         primary=_PRIMARY, second=_SECOND)  # fmt: skip
 @opcode("createpolicy.cvt.L2.b64", section="9.7.9.18", counter="memory")
 def cache_hint(b: Binder) -> Step:
-    """Caches do not change results here; a created policy is an opaque word."""
+    """Do nothing: caches do not change results here. A created policy is an opaque word, 0."""
     if b.instruction.parts[0] == "createpolicy":
         row = b.destination(b.expect(1, 2, 4)[0], "u64")
         return lambda warp: np.copyto(warp.u64[row], np.uint64(0), where=warp.where)

@@ -17,7 +17,7 @@ from backends.vm.ptx.ast import Operand, Register, Sink, Vector
 _VIEW = {16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}
 Words = npt.NDArray[np.uint32]
 _PAIR = {(32, 16): "u16x2", (64, 32): "u32x2"}
-"""The view of a register as two halves, by its width and theirs."""
+"""The view of a register as two halves, by its width and the halves' width."""
 _SCALARS = "b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64"
 CLOCKS = {
     "%clock": 32,
@@ -36,7 +36,7 @@ def bits_of(type_name: str) -> int:
 
 @opcode("mov.<type>", section="9.7.9.3", counter="move", type=_SCALARS + " b128")
 def mov(b: Binder) -> Step:
-    """Copy a register, a literal or an address; or pack/unpack a vector of narrower registers."""
+    """Copy a register, a literal or an address, or pack or unpack a vector of narrower registers."""
     d, a = b.expect(2)
     width = bits_of(b.words["type"])
     if isinstance(d, Vector):
@@ -171,7 +171,7 @@ _PRMT_MODES = {
 
 @opcode("prmt.b32{.<mode>}", section="9.7.9.7", counter="move", mode=" ".join(_PRMT_MODES))
 def prmt(b: Binder) -> Step:
-    """Pick four bytes out of eight; selector nibbles of 8 and up replicate the sign (default mode)."""
+    """Pick four bytes out of eight. In default mode selector nibbles of 8 and up replicate the sign."""
     special = _PRMT_MODES.get(b.words["mode"])
     selectors = None if special is None else np.array(special, np.uint32)
     d, a, c, selector = b.expect(4)
@@ -223,7 +223,7 @@ _WINDOW = {"shared": SHARED_WINDOW, "shared::cta": SHARED_WINDOW, "shared::clust
 
 @opcode("cvta{.to}.<space>.u64", "cvta{.to}.<space>.u32", section="9.7.9.20", counter="move", space=" ".join(_WINDOW))
 def cvta(b: Binder) -> Step:
-    """Between a state space's own addresses and generic ones: the window is put on or taken off."""
+    """Convert between a state space's own addresses and generic ones: add or remove the space's window."""
     d, a = b.expect(2)
     rd, ra = b.destination(d, "u64"), b.source(a, "u64")
     window = np.uint64(_WINDOW[b.words["space"]])
@@ -241,12 +241,12 @@ def cvta(b: Binder) -> Step:
     space="shared shared::cta shared::cluster local param const global",
 )
 def isspacep(b: Binder) -> Step:
-    """Whether a generic address lies in a state space."""
+    """Whether a generic address is in a state space."""
     d, a = b.expect(2)
     rd, ra = b.destination(d, "pred"), b.source(a, "u64")
     window = _WINDOW[b.words["space"]] >> 56
     if b.words["space"] == "const":
-        # Constants lie in the window of global memory here; on a GPU they have one of their own.
+        # Constants are in the window of global memory here; on a GPU they have their own.
         def step(warp: Warp) -> None:
             at = warp.u64[ra]
             found = np.zeros(at.shape, np.bool_)

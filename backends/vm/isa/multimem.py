@@ -1,4 +1,4 @@
-"""multimem.* on one device: a multicast address stands for one memory, so each is its ordinary relative
+"""multimem.* on one device: a multicast address maps to one memory, so each is an ordinary load, store or reduction
 (PTX ISA 9.7.9.14). With several devices it would be a reduction over, or a broadcast to, all of them."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BITS = {"f16": 16, "bf16": 16, "f64": 64, "b64": 64, "u64": 64, "s64": 64}
 
 
 def _elements(b: Binder) -> tuple[str, int]:
-    """The view of a register, and how many of them there are."""
+    """The view of the registers, and how many there are."""
     return f"u{_BITS.get(b.words['type'], 32)}", int((b.words.get("vec") or "v1")[1:])
 
 
@@ -34,7 +34,7 @@ def _elements(b: Binder) -> tuple[str, int]:
 @opcode("multimem.ld_reduce.<sem>.<scope>{.global}.<op>{.<acc>}{.<vec>}.<type>", section=_SECTION, counter="memory",
         sem=_ORDER, scope=_SCOPES, op="min max add", acc="acc::f16 acc::f32", vec="v2 v4 v8", type=_FLOATS)  # fmt: skip
 def ld_reduce(b: Binder) -> Step:
-    """The reduction over one memory is what it holds."""
+    """Load: a reduction over one memory is its content."""
     d, address = b.expect(2)
     view, count = _elements(b)
     rows = [b.destination(item, view) for item in b.vector(d, count)]
@@ -55,7 +55,7 @@ def ld_reduce(b: Binder) -> Step:
 @opcode("multimem.st{.<sem>}{.<scope>}{.global}{.<vec>}.<type>", section=_SECTION, counter="memory",
         sem="weak relaxed release", scope=_SCOPES, vec="v2 v4 v8", type=f"{_INTEGERS} {_FLOATS}")  # fmt: skip
 def multimem_store(b: Binder) -> Step:
-    """A store to one memory."""
+    """Store to the one memory."""
     address, source = b.expect(2)
     view, count = _elements(b)
     rows = [b.source(item, view) for item in b.vector(source, count)]
@@ -85,6 +85,6 @@ def multimem_store(b: Binder) -> Step:
 @opcode("multimem.red{.<sem>}{.<scope>}{.<space>}.<op>.<vec>.<type>", section=_SECTION, counter="memory",
         sem="relaxed release", scope=_SCOPES, space="global", op="add", vec="v2 v4", type="f32")  # fmt: skip
 def multimem_reduce(b: Binder) -> Step:
-    """A reduction into one memory."""
+    """Reduce into the one memory."""
     address, source = b.expect(2)
     return atomic(b, None, address, source)

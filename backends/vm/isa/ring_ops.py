@@ -1,7 +1,7 @@
-"""What lane-wise instructions on floats do where floats are elements of a ring (backends.vm.numerics.ring).
+"""Lane-wise float instructions when floats are elements of a ring (backends.vm.numerics.ring).
 
-Copies, loads, stores and selections move words as always. Of what computes with floats and is not here, a thread that
-executes it is told so: nothing is guessed.
+Copies, loads, stores and selections move words as usual. Executing any other float computation that is not defined here
+is an error: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from backends.vm.numerics import ring
 
 
 def check_multiplied(policy: str, kind: str, *, plain: bool) -> None:
-    """UnknownInstructionError, under the policy "ring", for a matrix product that it has not: one of operands that are
-    not bf16, or not `plain`, as it negates an operand or scales D."""
+    """UnknownInstructionError under the policy "ring" for an unsupported matrix product: one whose operands are not
+    bf16, or one that is not `plain` because it negates an operand or scales D."""
     if policy == "ring" and not (kind == "bf16" and plain):
         which = "" if plain else ", with negation or scale,"
         raise UnknownInstructionError(
@@ -35,7 +35,7 @@ _LANEWISE = {"add": (ring.add, 2), "sub": (ring.sub, 2), "mul": (ring.mul, 2), "
 
 @in_ring(float32.arithmetic, float32.arithmetic_pair, float32.fma)
 def arithmetic(b: Binder) -> Step:
-    """Sums and products. Roundings and `.ftz` change nothing."""
+    """Sums and products. Rounding modes and `.ftz` change nothing."""
     kind = b.instruction.parts[-1]
     if kind not in ("f32", "f32x2") or b.words.get("sat"):
         raise b.outside_ring()
@@ -46,7 +46,7 @@ def arithmetic(b: Binder) -> Step:
 
 @in_ring(float32.extremum)
 def extremum(b: Binder) -> Step:
-    """A choice of one operand."""
+    """Choose one operand by its bits."""
     if "abs" in b.words or "xorsign" in b.words:
         raise b.outside_ring()
     choose = ring.smaller if b.instruction.parts[0] == "min" else ring.larger
@@ -57,7 +57,7 @@ def extremum(b: Binder) -> Step:
 
 @in_ring(float32.sign_bit, float32.rounded_function, float32.approximate)
 def function(b: Binder) -> Step:
-    """neg, ex2, rcp. Of lg2 the ring knows too few bits: its result is undefined, and a fault where it is used."""
+    """neg, ex2 and rcp. lg2 has too few defined bits in the ring: its result is undefined, and a fault where used."""
     functions = {"neg": ring.negate, "ex2": ring.ex2, "rcp": ring.rcp}
     name = b.instruction.parts[0]
     if name == "lg2":
@@ -82,7 +82,7 @@ def _undefined(b: Binder) -> Step:
 
 @in_ring(compare.setp_float)
 def setp(b: Binder) -> Step:
-    """eq and ne of elements; the others in the order that max chooses by."""
+    """eq and ne compare elements. The others use max's order."""
     ordered = compare.INTEGER_COMPARISONS.get(b.words["cmp"].removesuffix("u"))
     if b.instruction.parts[-1] != "f32" or ordered is None:
         raise b.outside_ring()
@@ -91,7 +91,7 @@ def setp(b: Binder) -> Step:
 
 @in_ring(convert_ops.cvt)
 def cvt(b: Binder) -> Step:
-    """float32 to pairs of bf16."""
+    """Convert float32 to pairs of bf16."""
     *between, dst, src = b.instruction.parts[1:]
     if src != "f32" or dst != "bf16x2" or {"relu", "satfinite"} & set(between):
         raise b.outside_ring()

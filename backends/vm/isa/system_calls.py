@@ -1,9 +1,9 @@
-"""What CUDA's device runtime does for kernels: printf, assert, malloc and free.
+"""System functions of CUDA's device runtime: printf, assert, malloc and free.
 
 CUDA programming guide: formatted output, assertion, dynamic global memory allocation.
 
-backends.vm.bind.calls leaves a `call` of one of these functions with registers for operands, and puts bodies in the
-place of all other calls.
+backends.vm.bind.calls keeps a `call` of one of these functions, with registers for operands, and inlines all other
+calls.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from backends.vm.machine.warp import Warp
 from backends.vm.ptx.ast import Symbol, Vector
 
 MAX_STRING = 4096
-"""Bytes of a format or a string argument that are looked for a NUL."""
+"""Bytes of a format or string argument that are searched for a NUL."""
 MAX_WIDTH = 1024
-"""Characters of a width or a precision: a kernel's own format may ask for any number of them."""
+"""Largest width or precision in characters, because a kernel's format may ask for any number."""
 _CONVERSION = re.compile(r"%([-+ #0]*)(\*|\d+)?(?:\.(\*|\d+))?(hh|h|ll|l|z|j|t|q)?([diouxXeEfFgGaAcspn%])")
 
 
 @opcode("call{.uni}", section="9.7.12.5", counter="control")
 def call(b: Binder) -> Step:
-    """A function of the system, once for each active lane."""
+    """Call a system function once for each active lane."""
     results, target, given = b.operands
     if not isinstance(target, Symbol) or not isinstance(given, Vector) or target.name not in _FUNCTIONS:
         raise b.error(f"the functions that can be called so are {', '.join(_FUNCTIONS)}")
@@ -61,13 +61,13 @@ def _printf(warp: Warp, lane: int, given: list[int]) -> None:
 
 
 class _Arguments:
-    """The packed arguments of one printf: each at a multiple of its size, 4 bytes or 8."""
+    """The packed arguments of one printf. Each is 4 or 8 bytes, aligned to its size."""
 
     def __init__(self, warp: Warp, lane: int, at: int) -> None:
         self._warp, self._lane, self._at = warp, lane, at
 
     def take(self, size: int) -> bytes:
-        """The next argument."""
+        """The bytes of the next argument."""
         self._at = -(-self._at // size) * size
         raw = _read(self._warp, self._lane, self._at, size)
         self._at += size
@@ -88,7 +88,7 @@ def _converted(found: re.Match[str], reader: _Arguments) -> str:
         return "%"
     width = _bounded(found, reader.integer(4, signed=True) if width == "*" else width)
     precision = _bounded(found, reader.integer(4, signed=True) if precision == "*" else precision)
-    # C17, 7.21.6.1: a negative precision is as if there were none, a negative width is the flag - and a width.
+    # C17, 7.21.6.1: a negative precision counts as absent, a negative width as the flag "-" plus a width.
     precision = "" if precision.startswith("-") else precision
     spec = f"%{flags}{width}{f'.{precision}' if precision else ''}"
     size = 8 if length in ("l", "ll", "z", "j", "t", "q") else 4
@@ -110,9 +110,9 @@ def _converted(found: re.Match[str], reader: _Arguments) -> str:
 
 
 def _bounded(found: re.Match[str], asked: int | str) -> str:
-    """A width or a precision as it stands in a format, "" for none."""
+    """A width or precision as written in a format, "" for none."""
     text = str(asked)
-    # Python converts no number of more than 4,300 digits.
+    # Python refuses to convert numbers of more than 4,300 digits.
     if len(text) > 8 or abs(int(text or 0)) > MAX_WIDTH:
         raise Fault(
             "printf", f"the conversion {found[0]:.40} asks for {text:.20} characters; at most {MAX_WIDTH} are made"
@@ -128,7 +128,7 @@ def _assert_failed(warp: Warp, lane: int, given: list[int]) -> None:
 
 def _read(warp: Warp, lane: int, address: int, size: int) -> bytes:
     lanes = np.array([lane])
-    # Signed, as the registers of addresses are seen everywhere: those of the upper half are in no window.
+    # Signed like all address registers: addresses of the upper half are in no window.
     at = np.array([address % 2**64], np.uint64).view(np.int64)
     return access.load(warp, "", at, size, strong=True, lanes=lanes)[0].tobytes()
 

@@ -1,4 +1,4 @@
-"""tcgen05 work for the tensor core: mma, cp, commit (PTX ISA 9.7.16.9, 9.7.16.10, 9.7.16.12)."""
+"""tcgen05 operations of the tensor core: mma, cp, commit (PTX ISA 9.7.16.9, 9.7.16.10, 9.7.16.12)."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ from backends.vm.tensor.tmem_layout import (
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """What every tcgen05.mma names: D, A, B, the instruction descriptor and enable-input-d; rows of registers.
+    """Register rows of the operands of every tcgen05.mma: D, A, B, the instruction descriptor and enable-input-d.
 
-    `a` if A lies in tensor memory, else `a_descriptor`. `kind` and `size` as decode_instruction_descriptor takes them.
-    `metadata` of a sparse A. `weight_stationary`: .ws.
+    `a` is set if A is in tensor memory, else `a_descriptor`. `kind` and `size` are arguments of
+    decode_instruction_descriptor. `metadata` belongs to a sparse A. `weight_stationary`: .ws.
     """
 
     group: CtaGroup
@@ -112,7 +112,7 @@ class _Operands:
         )
 
     def issued(self, warp: Warp, zero_columns: int | None = None) -> _Issued:
-        """Reads the registers of the elected lane and checks what they describe.
+        """Reads the registers of the elected lane and checks the operands that they describe.
 
         `zero_columns`: the row of the zero-column mask, if there is one.
         """
@@ -144,10 +144,10 @@ class _Operands:
 
 @dataclass(frozen=True, slots=True)
 class _Issued:
-    """One mma as its elected `lane` issued it: D at `to`, A and B, and whether D is added to.
+    """One mma as issued by its elected `lane`: D at `to`, A, B, and whether the product is added to D.
 
-    `left` and `metadata` (of a sparse A) each have one for all columns of D, or one for each of equal shares of them.
-    `zeros`: the columns of B that count as zeros.
+    `left` and `metadata` (of a sparse A) each have one entry for all columns of D, or one per equal share of them.
+    `zeros`: the columns of B to treat as zeros.
     """
 
     lane: int
@@ -160,7 +160,7 @@ class _Issued:
     zeros: ZeroColumns | None
 
     def lost(self) -> tuple[list[Lost | None], Lost | None]:
-        """The undefined rows of A, by the shares of D's columns, and those of B."""
+        """The undefined rows of A for each share of D's columns, and the undefined rows of B."""
         count = max(len(self.left), len(self.metadata))
         left = [self.left[i % len(self.left)].lost for i in range(count)]
         for i in range(count if self.metadata else 0):
@@ -171,13 +171,13 @@ class _Issued:
         return left, right
 
     def rows_of_b(self, b: Float32) -> Float32:
-        """B [n, k] with zeros where the mask has them."""
+        """B [n, k] with the zeros of the zero-column mask."""
         if self.zeros is None:
             return b
         return np.where(self.zeros.zero[:, None], np.float32(0), b[self.zeros.shift :])
 
     def with_zeros(self, a: Float32, share: int) -> Float32:
-        """A [m, k] for a share of the columns, from what is stored of it."""
+        """A [m, k] for a share of the columns, expanded from its stored elements if it is sparse."""
         if not self.metadata:
             return a
         codes = self.metadata[share % len(self.metadata)].fetch()
@@ -196,10 +196,10 @@ _KINDS = "kind::f16 kind::tf32 kind::f8f6f4 kind::i8"
 @opcode("tcgen05.mma{.sp}.<group>.<mma_kind>{.<collector>}", section="9.7.16.10.9.1", counter="mma", group=GROUPS,
         mma_kind=_KINDS, collector=COLLECTOR)  # fmt: skip
 def mma(b: Binder) -> Step:
-    """D [m, n] = A [m, k] B [n, k]^T (+ D 2^-scale); A from shared or tensor memory, B from shared memory.
+    """D [m, n] = A [m, k] B [n, k]^T (+ D 2^-scale). A is in shared or tensor memory, B in shared memory.
 
-    With cta_group::2 each CTA holds its half of the rows of A and of B, and its half of D. With .sp half of each row of
-    A is zero and is not stored (9.7.16.10.9.2).
+    With cta_group::2 each CTA holds half of the rows of A, B and D. With .sp half of each row of A is zero and is not
+    stored (9.7.16.10.9.2).
     """
     sparse = bool(b.words["sp"])
     operands = b.expect(*(count + sparse for count in (5, 6, 7)))
@@ -224,9 +224,9 @@ def mma(b: Binder) -> Step:
 @opcode("tcgen05.mma.ws{.sp}.cta_group::1.<mma_kind>{.<collector>}", section="9.7.16.10.9.3", counter="mma",
         mma_kind=_KINDS, collector=COLLECTOR_B)  # fmt: skip
 def mma_weight_stationary(b: Binder) -> Step:
-    """As mma, of which B may be kept in a collector buffer: reading it anew gives the same, as nobody may change it.
+    """As mma, but B may stay in a collector buffer. B must not change meanwhile, so rereading it gives the same.
 
-    The last operand, if any, says which columns of B count as zeros.
+    The last operand, if any, selects columns of B to treat as zeros.
     """
     sparse = bool(b.words["sp"])
     operands = b.expect(*(count + sparse for count in (5, 6)))
@@ -250,7 +250,7 @@ def _submit(warp: Warp, one: _Issued, target: Accumulator, scale: int, line: int
 
 
 def count_mma(warp: Warp, descriptor: InstructionDescriptor) -> None:
-    """Count one instruction and its multiplications and additions."""
+    """Count one instruction and its multiply and add operations."""
     counters = warp.cta.machine.counters
     counters["mma_instructions"] += 1
     counters["mma_flops"] += 2 * descriptor.m * descriptor.n * descriptor.k
@@ -280,7 +280,7 @@ def _performer(one: _Issued, target: Accumulator, policy: accumulate.Policy, sca
 def _product(
     a: Float32, b: Float32, old: Words | None, d: InstructionDescriptor, policy: accumulate.Policy, scale: int
 ) -> Words:  # fmt: skip
-    """Words of A B^T + D 2^-scale; f16 ones in the low halves."""
+    """Words of A B^T + D 2^-scale. f16 results are in the low halves."""
     half = d.d_type == "f16"
     c: Float32 | None = None
     if old is not None:
@@ -318,7 +318,7 @@ def _disabled_lanes(b: Binder, mask: Operand) -> Callable[[Warp, int], npt.NDArr
 @opcode("tcgen05.commit.<group>.mbarrier::arrive::one{.<space>}{.multicast::cluster}.b64", section="9.7.16.12.1",
         counter="mma", group=GROUPS, space="shared::cluster")  # fmt: skip
 def commit(b: Binder) -> Step:
-    """One arrival on an mbarrier when all earlier tensor-core work that this CTA issued has ended."""
+    """Arrive once on an mbarrier when all earlier tensor-core work that this CTA issued has ended."""
     address, *rest = b.expect(2 if b.words["multicast::cluster"] else 1)
     find = places(b, address, remote=True)
     mask_row = b.source(rest[0], "u16") if rest else None
@@ -354,7 +354,7 @@ def commit(b: Binder) -> Step:
     return step
 
 
-# Of the 16 bytes of a unit, those before the padding, which nothing needs to have written.
+# Data bytes of a 16-byte unit. The padding after them may be unwritten.
 _DATA_BYTES = {"b4x16_p64": 8, "b6x16_p32": 12}
 _CP_SHAPES = "128x256b 128x128b 64x128b 32x128b"
 
@@ -365,10 +365,10 @@ _CP_SHAPES = "128x256b 128x128b 64x128b 32x128b"
 @opcode("tcgen05.cp.<group>.<shape>{.<multicast>}", section="9.7.16.9.2", counter="mma", group=GROUPS,
         shape=_CP_SHAPES, multicast="warpx2::02_13 warpx2::01_23 warpx4")  # fmt: skip
 def copy(b: Binder) -> Step:
-    """Rows of shared memory, found through a matrix descriptor, into tensor memory; some forms replicate them.
+    """Copy rows of shared memory, located by a matrix descriptor, to tensor memory. Some forms replicate them.
 
     With cta_group::2 each CTA copies from its own shared memory (facts.md 1.2). The ISA orders a copy before a later
-    mma and not an mma before a later copy (9.7.16.6.2). The block-scaled GEMMs of quack-kernels rely on the latter
+    mma but not an mma before a later copy (9.7.16.6.2). The block-scaled GEMMs of quack-kernels rely on the latter
     order too. The machine keeps it, and `tmem_unordered_copies` counts copies that overwrite what a pending mma reads.
     """
     destination, source = b.expect(2)
@@ -397,7 +397,7 @@ def copy(b: Binder) -> Step:
             whole = cta.smem.async_read(granules, clock, mark, "tcgen05.cp")
             for lanes in layout.lanes:
                 first, last = int(lanes[0]) + to_lane, int(lanes[-1]) + to_lane
-                # A block is a view, where cells one by one are a copy.
+                # Index a contiguous block by slices: that gives a view, not a copy.
                 together = last - first == len(lanes) - 1
                 cells = (slice(first, last + 1), columns) if together else ((lanes + to_lane)[:, None], apart)
                 cta.tmem.begin_write(cells, clock, mark, line, "tcgen05.cp writes")
@@ -425,14 +425,14 @@ def copy(b: Binder) -> Step:
 
 
 # Block-scaled tcgen05.mma: D += sum over K blocks of SFA SFB (A B^T), scale factors in tensor memory.
-# PTX ISA 9.7.16.10.7; layouts in facts.md 2.4. The precision in which hardware scales and the order in which it adds
-# are not documented. Here policy `fast` scales the operands in float32, where that is exact, and adds in float32;
-# every other policy computes in float64 and rounds once.
+# PTX ISA 9.7.16.10.7; layouts in facts.md 2.4. The hardware's precision of scaling and order of addition are not
+# documented. Here policy `fast` scales the operands in float32 where that is exact, and adds in float32. Every other
+# policy computes in float64 and rounds once.
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleFactors:
-    """`load` gives raw scale factors uint8 [rows, blocks], one array a CTA; `lost` as of a MatrixOperand."""
+    """`load` returns raw scale factors uint8 [rows, blocks], one array per CTA. `lost`: as in MatrixOperand."""
 
     load: Callable[[], list[Bytes]]
     lost: Lost | None
@@ -440,11 +440,11 @@ class ScaleFactors:
 
 _QUARTER = 32
 _SAFE = np.float32(2.0**50)
-"""Scale factors within 1 / this and this cannot make a product of two of them and two elements inexact in float32."""
+"""With scale factors between 1 / this and this, a product of two of them and two elements is exact in float32."""
 
 
 def _elements(raw: Raw, type_name: str, k: int, *, negated: bool) -> Float32:
-    """float32 [rows, k]; a row of packed 4-bit elements has k / 2 bytes."""
+    """float32 [rows, k]. A row of packed 4-bit elements has k / 2 bytes."""
     values = to_float32(raw, type_name) if raw.shape[1] == k else packed_to_float32(raw)
     return -values if negated else values
 
@@ -453,7 +453,7 @@ def _elements(raw: Raw, type_name: str, k: int, *, negated: bool) -> Float32:
         counter="mma", group=GROUPS, mma_kind="kind::mxf8f6f4 kind::mxf4 kind::mxf4nvf4", collector=COLLECTOR,
         size="scale_vec::1X scale_vec::2X scale_vec::4X block16 block32")  # fmt: skip
 def mma_scaled(b: Binder) -> Step:
-    """`[d], a-desc | [a], b-desc, idesc, [sfa], [sfb], enable-input-d`: A and B scaled block by block along K."""
+    """`[d], a-desc | [a], b-desc, idesc, [sfa], [sfb], enable-input-d`: scales A and B block by block along K."""
     *first, sfa, sfb, enable = b.expect(8 if b.words["sp"] else 7)
     operands = _Operands.of(b, first, enable)
     rsa, rsb = b.address(sfa), b.address(sfb)
@@ -505,7 +505,7 @@ def _scales_of_b(issue: Issue, taddr: int) -> ScaleFactors:
 def _check_scales(issue: Issue, taddr: int, rows: int, which: str) -> tuple[int, Origin | None]:
     """Check the cells of `rows` scale factors in all four quarters of each CTA.
 
-    Their first column, and where the first undefined one comes from.
+    Returns their first column, and the origin of an undefined one if there is any.
     """
     lane, column = split_address(taddr)
     if lane:
@@ -527,7 +527,7 @@ def _check_scales(issue: Issue, taddr: int, rows: int, which: str) -> tuple[int,
 def _scaled_performer(
     one: _Issued, scales: tuple[ScaleFactors, ScaleFactors], target: Accumulator, policy: accumulate.Policy
 ) -> Callable[[], None]:
-    """`scales`: those of A and those of B."""
+    """Makes the function that performs a block-scaled mma. `scales`: the scale factors of A and of B."""
     d, (scales_a, scales_b) = one.issue.descriptor, scales
     check_multiplied(policy, d.a_type, plain=True)
     wide = d.sf_type == "ue8m0"

@@ -1,8 +1,8 @@
 """tcgen05 and tensor memory: allocation, ld, st, waits, fences (PTX ISA 9.7.16.7.1, 9.7.16.8, 9.7.16.11).
 
-With cta_group::2 one warp of each CTA of the pair must execute them, in the same order; the first waits for the second.
-The ISA leaves open whether dealloc and relinquish wait; here they do, which exposes a kernel that relies on either
-answer (Table 48).
+With cta_group::2 one warp of each CTA of the pair must execute the allocation instructions, in the same order, and the
+first waits for the second. The ISA does not say whether dealloc and relinquish wait (Table 48). Here they do, to expose
+a kernel that relies on either behaviour.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COUNTS = (32, 64, 128, 256, 512)
 
 
 def _collective(warp: Warp, what: str, arguments: tuple[int, ...]) -> tuple[Meeting, tuple[Cta, Cta]]:
-    """Note that `warp` takes part for its CTA in the pair's next collective instruction."""
+    """Enter `warp` for its CTA in the pair's next collective instruction."""
     both = pair(warp, what)
     tmem, rank = warp.cta.tmem, warp.cta.place.cta_rank
     meeting = both[0].tmem.meetings.setdefault(tmem.collectives, Meeting(what, arguments))
@@ -60,9 +60,9 @@ def _absent(meeting: Meeting, both: tuple[Cta, Cta]) -> str:
 @opcode("tcgen05.alloc.<group>.sync.aligned{.<space>}.b32", section="9.7.16.7.1", kind="tail", counter="tmem",
         group=GROUPS, space="shared::cta")  # fmt: skip
 def alloc(b: Binder) -> Step:
-    """Give columns to the CTA (or both of a pair), all 128 lanes of them; waits while there are not enough.
+    """Allocate columns (all 128 lanes) to the CTA or to both of a pair. Waits until enough are free.
 
-    The address goes to shared memory, of each CTA its own.
+    Each CTA's address goes to its own shared memory.
     """
     destination, count = b.expect(2)
     address, row = b.address(destination), b.source(count, "u32")
@@ -136,7 +136,7 @@ def _alloc_pair(warp: Warp, columns: int, offset: int, line: int, give: Callable
 
 
 def _together(warp: Warp, group: int, what: str, arguments: tuple[int, ...], perform: Callable[[], None]) -> object:
-    """Perform at once, or when the peer is here too."""
+    """Perform at once or, for a pair, when the peer has arrived too."""
     if group == 1:
         perform()
         return NEXT
@@ -146,7 +146,7 @@ def _together(warp: Warp, group: int, what: str, arguments: tuple[int, ...], per
 
 @opcode("tcgen05.dealloc.<group>.sync.aligned.b32", section="9.7.16.7.1", kind="tail", counter="tmem", group=GROUPS)
 def dealloc(b: Binder) -> Step:
-    """Take an allocation back."""
+    """Free an allocation."""
     address, count = b.expect(2)
     ra, rc = b.source(address, "u32"), b.source(count, "u32")
     group, line = group_of(b.words["group"]), b.instruction.line
@@ -175,7 +175,7 @@ def dealloc(b: Binder) -> Step:
 @opcode("tcgen05.relinquish_alloc_permit.<group>.sync.aligned", section="9.7.16.7.1", kind="tail", counter="tmem",
         group=GROUPS)  # fmt: skip
 def relinquish(b: Binder) -> Step:
-    """No thread of the CTA may allocate from now on."""
+    """Forbid further allocations by the CTA."""
     b.expect(0)
     group = group_of(b.words["group"])
 
@@ -203,7 +203,7 @@ def _cells(layout: RegisterMap, lane: int, column: int) -> list[Index]:
 
 
 def _place(warp: Warp, taddr: int, layout: RegisterMap, what: str) -> tuple[int, int]:
-    """Lane and column of an address that this warp may use: warp w reaches lanes 32 (w % 4) and up."""
+    """Lane and column of an address that this warp may use: warp w owns 32 lanes from 32 (w % 4)."""
     lane, column = split_address(taddr)
     own = 32 * (warp.index % 4)
     highest = lane + int(layout.lanes.max())
@@ -235,8 +235,8 @@ def _layout(b: Binder, split: Operand | None) -> RegisterMap:
 )
 @opcode("tcgen05.ld.sync.aligned.16x32bx2.<num>{.pack::16b}.b32", section="9.7.16.8.3", counter="tmem", num=_NUMS)
 def load(b: Binder) -> Step:
-    """Tensor memory to registers. A register dependence needs no wait; overwriting the cells does,
-    see backends.vm.bind.flow."""
+    """Copy tensor memory to registers. Using a loaded register needs no wait, but overwriting the cells does
+    (see backends.vm.bind.flow)."""
     d, a, *rest = b.expect(2, 3)
     layout = _layout(b, rest[0] if rest else None)
     items = b.vector(d, len(layout.lanes))
@@ -270,7 +270,7 @@ def _address_row(b: Binder, operand: Operand) -> Callable[[Warp], int]:
         try:
             return uniform(given, "the tensor-memory address") & 0xFFFFFFFF
         except Fault as unlike:
-            # ptxas moves the address into a uniform register, so that one lane's is taken.
+            # ptxas moves the address into a uniform register, so the hardware uses one lane's.
             report(unlike)
             return int(given[0]) & 0xFFFFFFFF
 
@@ -286,7 +286,7 @@ def _address_row(b: Binder, operand: Operand) -> Callable[[Warp], int]:
 )
 @opcode("tcgen05.st.sync.aligned.16x32bx2.<num>{.unpack::16b}.b32", section="9.7.16.8.4", counter="tmem", num=_NUMS)
 def store(b: Binder) -> Step:
-    """Registers to tensor memory; nobody may read the cells before this warp's tcgen05.wait::st."""
+    """Copy registers to tensor memory. The cells may not be read before this warp's tcgen05.wait::st."""
     a, *rest = b.expect(2, 3)
     layout = _layout(b, rest[0] if len(rest) == 2 else None)
     rows = [b.source(item, "u32") for item in b.vector(rest[-1], len(layout.lanes))]
@@ -319,7 +319,7 @@ def store(b: Binder) -> Step:
 
 @opcode("tcgen05.wait::ld.sync.aligned", section="9.7.16.8.5", counter="tmem")
 def wait_load(b: Binder) -> Step:
-    """This thread's tcgen05.ld are complete: agents ordered after the warp may overwrite the cells."""
+    """Complete this thread's tcgen05.ld: agents ordered after the warp may overwrite the cells."""
     b.expect(0)
 
     def step(warp: Warp) -> None:
@@ -334,7 +334,7 @@ def wait_load(b: Binder) -> Step:
 
 @opcode("tcgen05.wait::st.sync.aligned", section="9.7.16.8.5", counter="tmem")
 def wait_store(b: Binder) -> Step:
-    """This thread's tcgen05.st are complete: agents ordered after the warp may read the cells."""
+    """Complete this thread's tcgen05.st: agents ordered after the warp may read the cells."""
     b.expect(0)
 
     def step(warp: Warp) -> None:
@@ -347,7 +347,8 @@ def wait_store(b: Binder) -> Step:
 
 @opcode("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync", section="9.7.16.11.1", counter="fence")
 def fence(b: Binder) -> Step:
-    """Order only, and a judged row counts one that is missing alone: kernels leave them out."""
+    """Order tcgen05 operations around a thread barrier. A judged row only counts a missing fence, because kernels omit
+    them."""
     b.expect(0)
     before = b.instruction.parts[-1].startswith("fence::before")
 

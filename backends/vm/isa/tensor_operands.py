@@ -1,8 +1,8 @@
-"""What tcgen05.mma, cp and commit have in common: who issues, for which CTAs, and where operands and D lie.
+"""Shared by tcgen05.mma, cp and commit: who issues, for which CTAs, and where operands and D are.
 
-Operands are checked when the instruction is issued, with what the issuing warp has seen; data is read and written when
-the schedule lets the operation end. The tensor core of a CTA works in order; that of a pair is the even CTA's. With
-cta_group::2 the same descriptors and tensor-memory addresses are applied in both CTAs (facts.md 2.3).
+Operands are checked at issue, against what the issuing warp has seen. Data is read and written when the schedule lets
+the operation end. The tensor core of a CTA works in order; a pair uses the even CTA's. With cta_group::2 the same
+descriptors and tensor-memory addresses apply in both CTAs (facts.md 2.3).
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ COLLECTOR_B = " ".join(f"collector::b{i}::{use}" for i in range(4) for use in ("
 
 
 def tensor_issue(warp: Warp, *accumulator: int) -> tuple[Clock, int, int]:
-    """The clock that the tensor core works with after this issue, and the stamps of its reads and of its writes.
+    """The tensor core's clock for this issue, and the stamps of its reads and of its writes.
 
-    It has seen everything that the issuing warp has, but not what other warps had seen at their issues. `accumulator`
-    (address, m, n) of an mma: the ISA orders it after copies and after MMAs with the same accumulator (9.7.16.6.2), so
-    it has seen those writes of the tensor core and no others. It has seen all earlier reads: FlashAttention-4
-    overwrites S where the MMA before read P, and block-scaled GEMMs copy new scale factors behind the MMAs that read
-    the old ones (counted at their issue).
+    The clock has seen everything that the issuing warp has, but not what other warps had seen at their issues.
+    `accumulator`: (address, m, n) of an mma. The ISA orders an mma after copies and after MMAs with the same
+    accumulator (9.7.16.6.2), so the clock has seen those writes of the tensor core and no others. It has seen all
+    earlier reads: FlashAttention-4 overwrites S where the previous MMA read P, and block-scaled GEMMs copy new scale
+    factors after the MMAs that read the old ones (counted when the copy is issued).
     """
     cta = warp.cta
     cta.tensor_serial += 1
@@ -80,7 +80,7 @@ def group_of(words: str) -> CtaGroup:
 
 
 def elected_lane(warp: Warp, what: str) -> int:
-    """The one lane that issues."""
+    """The single active lane. Fault if there are more."""
     lanes = active(warp)
     if lanes.size != 1:
         raise Fault("issued-by-many", f"{what} is issued by {lanes.size} lanes at once; one elected lane issues it")
@@ -88,7 +88,7 @@ def elected_lane(warp: Warp, what: str) -> int:
 
 
 def pair(warp: Warp, what: str) -> tuple[Cta, Cta]:
-    """Even and odd CTA of the pair of `warp`: those whose ranks in the cluster differ in the last bit only."""
+    """The even and odd CTA of the pair of `warp`. Their ranks in the cluster differ only in the last bit."""
     cluster, rank = warp.cta.cluster, warp.cta.place.cta_rank
     if rank | 1 >= cluster.size:
         raise Fault("cta-pair", f"{what} with .cta_group::2 by CTA rank {rank} of a cluster of {cluster.size}, where "
@@ -97,7 +97,7 @@ def pair(warp: Warp, what: str) -> tuple[Cta, Cta]:
 
 
 def same_group(warp: Warp, group: CtaGroup, what: str) -> None:
-    """Fault if a tcgen05 instruction of this CTA had the other .cta_group (PTX ISA 9.7.16.7.1)."""
+    """Fault if an earlier tcgen05 instruction of this CTA had the other .cta_group (PTX ISA 9.7.16.7.1)."""
     tmem = warp.cta.tmem
     if tmem.cta_group not in (0, group):
         raise Fault("cta-group", f"{what} has .cta_group::{group} where earlier tcgen05 instructions of this kernel "
@@ -106,10 +106,10 @@ def same_group(warp: Warp, group: CtaGroup, what: str) -> None:
 
 
 def issuing_ctas(warp: Warp, group: CtaGroup, what: str) -> tuple[Cta, ...]:
-    """The CTAs that an mma or cp works for, even one first.
+    """The CTAs that an mma or cp works for, the even one first.
 
-    With cta_group::2 the even CTA must issue. The ISA says "a single thread from the CTA pair"; every kernel known to
-    us issues from the even one, and the ISA does not say what an issue of the odd one does.
+    With cta_group::2 the even CTA must issue. The ISA says "a single thread from the CTA pair" but not what happens
+    when the odd CTA issues. Every kernel known to us issues from the even one.
     """
     same_group(warp, group, what)
     if group == 1:
@@ -125,9 +125,9 @@ def issuing_ctas(warp: Warp, group: CtaGroup, what: str) -> tuple[Cta, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """One mma as issued by one lane, for one CTA or the two of a pair; `reads`, `writes`: stamps.
+    """One mma as issued by one lane, for one CTA or both of a pair. `reads` and `writes` are stamps.
 
-    `ended`: the serial number up to which the issuing warp knows that its tensor core has ended.
+    `ended`: the last serial number of tensor-core work that the issuing warp knows to have ended.
     """
 
     ctas: tuple[Cta, ...]
@@ -145,13 +145,13 @@ class Issue:
 
 
 _CONTAINERS = {"e2m1": ("b4x16_p64", 8), "e2m3": ("b6x16_p32", 12), "e3m2": ("b6x16_p32", 12)}
-"""Types with fewer than 8 bits: the padded container of 16 elements, and its bytes of data."""
+"""Types below 8 bits: the padded container of 16 elements, and its number of data bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixOperand:
-    """`fetch` gives the raw elements [rows, k] when the operation ends; `lost` is of its issue, None where all are
-    defined."""
+    """`fetch` reads the raw elements [rows, k] when the operation ends. `lost`: rows that were undefined at issue, None
+    if there are none."""
 
     fetch: Fetch
     lost: Lost | None = None
@@ -163,11 +163,11 @@ def hidden_units(smem: SharedMemory, units: npt.NDArray[np.int64]) -> npt.NDArra
 
 
 def smem_operand(issue: Issue, raw: int, rows: int, which: str) -> MatrixOperand:
-    """Check an operand in shared memory, `rows` of it in each CTA; it has raw elements [all rows, k].
+    """Check an operand in shared memory with `rows` rows in each CTA. The result has raw elements [all rows, k].
 
     4-bit elements are fetched in pairs, uint8 [all rows, k / 2]. The kinds f8f6f4 and mxf8f6f4 keep 16 elements of 4 or
-    6 bits in 16 bytes (facts.md 1.2). The first 8 or 12 are data and are taken apart as tcgen05.cp does, the others may
-    be anything.
+    6 bits in 16 bytes (facts.md 1.2). The first 8 or 12 bytes are data and are unpacked as in tcgen05.cp. The others
+    may be anything.
     """
     d = issue.descriptor
     container = _CONTAINERS.get(d.a_type if which == "A" else d.b_type) if d.stored_bits == 8 else None
@@ -201,9 +201,9 @@ def _stacked(parts: list[Raw]) -> Raw:
 
 
 def tmem_operand_a(issue: Issue, taddr: int) -> tuple[MatrixOperand, ...]:
-    """Check operand A in tensor memory; the results have raw elements [m, k], 4-bit ones in pairs.
+    """Check operand A in tensor memory. Each result has raw elements [m, k], 4-bit ones in pairs.
 
-    Two of them where a pair holds it twice: the first multiplies the lower half of B's rows, the second the rest.
+    There is one result per replica of A. Each multiplies its share of B's rows, the first one the lowest.
     """
     d = issue.descriptor
     lane, column = split_address(taddr)
@@ -230,15 +230,15 @@ def tmem_operand_a(issue: Issue, taddr: int) -> tuple[MatrixOperand, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """Which elements of a row of a sparse A are stored. `fetch` gives the codes uint8 [m, chunks] when the operation
-    ends; `lost` has the rows of which they are undefined."""
+    """Tells which elements of a row of a sparse A are stored. `fetch` reads the codes uint8 [m, chunks] when the
+    operation ends. `lost`: rows with undefined codes."""
 
     fetch: Callable[[], npt.NDArray[np.uint8]]
     lost: Lost | None = None
 
 
 def sparsity_metadata(issue: Issue, taddr: int) -> tuple[Metadata, ...]:
-    """Check the metadata of A in tensor memory: one for all columns of D, or, as of A, one for each share of them."""
+    """Check the metadata of A in tensor memory: one for all columns of D, or one per share of them as for A."""
     d = issue.descriptor
     lane, column = split_address(taddr)
     rows, bits = d.m // issue.group, d.stored_bits
@@ -275,7 +275,7 @@ def sparsity_metadata(issue: Issue, taddr: int) -> tuple[Metadata, ...]:
 
 
 def blocks(patches: tuple[Patch, ...], lane: int, column: int) -> list[Index]:
-    """The blocks of tensor memory that `patches` at an address cover."""
+    """The blocks of tensor memory that `patches` cover at an address."""
     return [
         (
             slice(lane + p.lane, lane + p.lane + p.rows),
@@ -286,7 +286,7 @@ def blocks(patches: tuple[Patch, ...], lane: int, column: int) -> list[Index]:
 
 
 class Accumulator:
-    """D [m, n] as 32-bit words in the tensor memory of the CTAs of an issue, checked when made.
+    """D [m, n] as 32-bit words in the tensor memory of an issue's CTAs. Construction checks the accesses.
 
     `disabled` bool [CTAs, 128]: lanes that are not written.
     """
@@ -323,10 +323,10 @@ class Accumulator:
     def undefine(
         self, left: Sequence[Lost | None], right: Lost | None, *, scales: tuple[Lost | None, Lost | None] = (None, None)
     ) -> None:
-        """What of D is undefined from now on.
+        """Mark the elements of D that become undefined.
 
-        That is the rows of lost rows of A or of their scales, the columns of lost rows of B or of theirs, and elements
-        that were undefined and are added to. Each of `left` serves its share of the columns.
+        These are rows for undefined rows of A or their scales, columns for undefined rows of B or their scales, and
+        undefined elements that are added to. Each entry of `left` serves its share of the columns.
         """
         found = [one for one in (*left, right, *scales) if one is not None]
         origin = found[0].origin if found else self._origin
@@ -358,7 +358,7 @@ class Accumulator:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def store(self, words: Words) -> None:
-        """Write uint32 [m, n]; disabled lanes keep their words."""
+        """Write uint32 [m, n]. Disabled lanes keep their words."""
         for cta, kept, part in zip(self._ctas, self._kept, np.split(words, len(self._ctas)), strict=True):
             before = cta.tmem.data[kept] if kept is not None else None
             store_matrix(cta.tmem.data, self._lane, self._column, self._patches, part)
@@ -367,7 +367,7 @@ class Accumulator:
 
 
 def _enabled(covered: list[Index], disabled: npt.NDArray[np.bool_]) -> list[Index]:
-    """The cells of some blocks without those in disabled lanes."""
+    """The cells of `covered` blocks that are not in disabled lanes."""
     if not count_nonzero(disabled):
         return covered
     cells: list[Index] = []

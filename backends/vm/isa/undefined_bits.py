@@ -1,6 +1,6 @@
-"""How undefined bits pass through the instructions that only compute, where that is known bit by bit.
+"""Tracks undefined bits through pure computations for which the result is known bit by bit.
 
-For the others see bind.definedness: a lane with an undefined operand has an undefined result.
+bind.definedness handles the others: there a lane with an undefined operand has an undefined result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTEGERS = ("b16", "b32", "b64", "u16", "s16", "u32", "s32", "u64", "s64")
 
 @carries("mov", sources=(1, 2, 4, 8))
 def move(seen: Computing) -> Found:
-    """A copy carries its bits; packing and unpacking put them side by side and take them apart."""
+    """A copy keeps its bits. Packing joins them, unpacking splits them."""
     written, read = seen.item.instruction.operands
     if isinstance(written, Vector):
         return _taken_apart(seen.bits(0), written)
@@ -34,7 +34,7 @@ def move(seen: Computing) -> Found:
 
 
 def _taken_apart(bits: Bits, written: Vector) -> Found:
-    """The bits of each part, but for those that go nowhere."""
+    """The bits of each part whose destination is a register."""
     count = len(written.items)
     size = 8 * bits.nbytes // LANES // count
     parts = np.ascontiguousarray(bits).view(f"u{size // 8}").reshape(LANES, count)
@@ -44,7 +44,7 @@ def _taken_apart(bits: Bits, written: Vector) -> Found:
 
 
 def _side_by_side(parts: Sequence[Bits], width: int) -> Found:
-    """The bits of parts of one register; a part of 8 bits is the low half of its own."""
+    """The bits of parts joined in one register. An 8-bit part is the low half of its own register."""
     dtype = np.dtype(f"u{width // 8 // len(parts)}")
     packed = np.empty((LANES, len(parts)), dtype)
     for i, part in enumerate(parts):
@@ -55,25 +55,25 @@ def _side_by_side(parts: Sequence[Bits], width: int) -> Found:
 
 @carries("brev", "movmatrix", sources=(1,))
 def rearrange(seen: Computing) -> Found:
-    """The bits go where the values go."""
+    """The bits move like the values."""
     return moved(seen)
 
 
 @carries("shl", "shr", "szext", sources=(2,))
 def shift(seen: Computing) -> Found:
-    """By an amount that is defined, the bits go with the values; a copied sign is undefined where the sign is."""
+    """With a defined amount the bits shift like the values. Copies of an undefined sign are undefined."""
     return moved(seen, 1)
 
 
 @carries("shf", "prmt", sources=(3,))
 def select_bits(seen: Computing) -> Found:
-    """Two words by a third that is defined."""
+    """A selection from two words by a defined third."""
     return moved(seen, 2)
 
 
 @carries("bfe", sources=(3,))
 def extract(seen: Computing) -> Found:
-    """A field whose place is defined."""
+    """A bit field with a defined place."""
     return moved(seen, 1, 2)
 
 
@@ -85,13 +85,13 @@ def insert(seen: Computing) -> Found:
 
 @carries("cvta", sources=(1,))
 def convert_address(seen: Computing) -> Found:
-    """The window of a state space is put on or taken off; all else stays."""
+    """Adding or removing the window of a state space keeps the other bits."""
     return [seen.bits(0)]
 
 
 @carries("and", "or", "xor", sources=(2,))
 def two_bits(seen: Computing) -> Found:
-    """Each bit by itself: a defined 0 decides an `and`, a defined 1 an `or`, and `xor r, r` is 0."""
+    """Bit by bit: a defined 0 decides an `and`, a defined 1 an `or`, and `xor r, r` is 0."""
     a, c = seen.bits(0), seen.bits(1)
     hidden = a | c
     if seen.parts[0] == "xor":
@@ -104,13 +104,13 @@ def two_bits(seen: Computing) -> Found:
 
 @carries("not", sources=(1,))
 def bitwise(seen: Computing) -> Found:
-    """Each bit by itself."""
+    """Bit by bit."""
     return [seen.bits(0)]
 
 
 @carries("lop3", sources=(3,))
 def three_bits(seen: Computing) -> Found:
-    """Each bit by itself, as the truth table says."""
+    """Bit by bit, by the truth table."""
     table = seen.item.instruction.operands[4]
     if seen.parts[1:] != ("b32",) or not isinstance(table, Immediate):
         return None
@@ -118,9 +118,9 @@ def three_bits(seen: Computing) -> Found:
 
 
 def _by_table(seen: Computing, table: int) -> Bits:
-    """The bits of a result that may be 0 and may be 1, as far as the defined bits of the sources tell.
+    """The bits of a result that may be 0 or 1 given the defined bits of the sources.
 
-    Bit i of `table` is the result where the sources, the first one highest, are the binary digits of i.
+    Bit i of `table` is the result for sources that are the binary digits of i, the first source highest.
     """
     count = len(seen.item.reads)
     may_be = [(~seen.values(i) | seen.bits(i), seen.values(i) | seen.bits(i)) for i in range(count)]
@@ -136,7 +136,7 @@ def _by_table(seen: Computing, table: int) -> Bits:
 
 @carries("add", "sub", "mul", "mad", sources=(2, 3))
 def low_bits_first(seen: Computing) -> Found:
-    """Of wrapping integers, the bits of a result below the lowest one that an undefined bit reaches are defined."""
+    """With wrapping integers, result bits below the lowest one that an undefined bit reaches are defined."""
     opcode, kind, words = seen.parts[0], seen.parts[-1], seen.parts[1:-1]
     multiplies = opcode in ("mul", "mad")
     if kind not in _INTEGERS or (words not in (("lo",), ("wide",)) if multiplies else words):
@@ -157,14 +157,14 @@ def _negative(bits: Bits) -> Bits:
 
 
 def _lowest(bits: Bits) -> Bits:
-    """The lowest bit that is set; 0 of 0."""
+    """The lowest set bit, 0 for 0."""
     return bits & _negative(bits)
 
 
 @carries("selp", sources=(3,))
 def choose(seen: Computing) -> Found:
-    """What is not chosen does not matter. Where the predicate is undefined, the bits that both have in common do not
-    depend on it."""
+    """The operand that is not chosen does not matter. With an undefined predicate, bits that both operands have in
+    common are defined."""
     a, c, doubt = seen.bits(0), seen.bits(1), seen.bits(2)
     chosen = np.where(seen.values(2), a, c)
     either = a | c | (seen.values(0) ^ seen.values(1))
@@ -173,7 +173,7 @@ def choose(seen: Computing) -> Found:
 
 @carries("slct", sources=(3,))
 def choose_by_sign(seen: Computing) -> Found:
-    """As `choose`, by the sign of an integer."""
+    """As choose, by the sign of an integer."""
     if seen.parts[-1] != "s32":
         return None
     a, c, sign = seen.bits(0), seen.bits(1), np.uint32(1 << 31)
@@ -184,9 +184,9 @@ def choose_by_sign(seen: Computing) -> Found:
 
 @carries("setp", sources=(2, 3))
 def compare(seen: Computing) -> Found:
-    """Integers that differ in a defined bit are not equal, and their order is known where their ranges are apart.
+    """Integers that differ in a defined bit are not equal, and their order is known if their ranges are disjoint.
 
-    A defined operand may decide `.and` and `.or`.
+    A defined predicate operand may decide `.and` and `.or`.
     """
     item = seen.item
     if seen.parts[-1].endswith("x2"):
@@ -204,7 +204,7 @@ def compare(seen: Computing) -> Found:
 
 
 def _undecided(seen: Computing, hidden: Bits) -> Mask:
-    """The lanes in which two integers, of which the bits `hidden` are undefined, may compare one way or the other."""
+    """The lanes where two integers with undefined bits `hidden` may compare either way."""
     how = seen.parts[1]
     if seen.same(0, 1):
         return np.zeros(LANES, np.bool_)
@@ -217,7 +217,7 @@ def _undecided(seen: Computing, hidden: Bits) -> Mask:
 
 
 def _range(seen: Computing, source: int) -> tuple[Bits, Bits]:
-    """The least and the greatest integer that a source may be, by its defined bits."""
+    """The least and greatest value of a source given its defined bits."""
     bits, values = seen.bits(source), seen.values(source)
     if seen.parts[-1][0] != "s":
         return values & ~bits, values | bits
@@ -228,7 +228,7 @@ def _range(seen: Computing, source: int) -> tuple[Bits, Bits]:
 
 @carries("min", "max", sources=(2,))
 def least_or_greatest(seen: Computing) -> Found:
-    """Of integers, what their ranges leave open: an operand that is surely the other one's better does not matter."""
+    """Uses the ranges of integers: an operand that is certain to lose does not matter."""
     if seen.parts[-1] not in _INTEGERS or len(seen.parts) != 2:
         return None
     pick = np.minimum if seen.parts[0] == "min" else np.maximum
@@ -242,7 +242,7 @@ def least_or_greatest(seen: Computing) -> Found:
 
 
 def _from_highest(bits: Bits) -> Bits:
-    """The highest bit that is set and all bits below it."""
+    """The highest set bit and all bits below it."""
     filled = bits.copy()
     step = 1
     while step < 8 * bits.dtype.itemsize:
@@ -253,8 +253,8 @@ def _from_highest(bits: Bits) -> Bits:
 
 @carries("cvt", sources=(1, 2))
 def convert(seen: Computing) -> Found:
-    """Integers keep their bits in place. The halves of a pair are converted one by one. Of a wider register, only the
-    bits of the source's type count."""
+    """Integers keep their bits in place. The halves of a pair are converted one by one. Only the bits of the source's
+    type count in a wider register."""
     *between, dst, src = seen.parts[1:]
     one = len(seen.item.reads) == 1
     if one and dst in WIDTH and src in WIDTH and dst[0] in "us" and src[0] in "us" and "sat" not in between:

@@ -1,6 +1,6 @@
 """Video instructions: bytes, halves and words of 32-bit registers, selected, combined and merged (PTX ISA 9.7.18).
 
-They are rare, so a lane is computed at a time, in Python's integers, as the pseudo-code of the ISA is written.
+They are rare, so this computes lane by lane in Python integers, like the ISA's pseudo-code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COMBINE: dict[str, Callable[[int, int], int]] = {
     "absdiff": lambda a, b: abs(a - b),
     "min": min,
     "max": max,
-    # Halves are rounded away from zero from zero on, towards minus infinity below.
+    # A half rounds up if the sum is not negative, and down otherwise.
     "avrg": lambda a, b: (a + b + (a + b >= 0)) >> 1,
 }
 
@@ -54,28 +54,28 @@ def _clamped(value: int, bits: int, *, signed: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Selected:
-    """An operand such as `%r1.h0`: the register, and what is selected of it."""
+    """An operand such as `%r1.h0`: a register and the selected part."""
 
     operand: Operand
     selector: str
 
     @classmethod
     def of(cls, operand: Operand) -> _Selected:
-        """Takes the operand as parsed apart."""
+        """Splits an operand into register and part."""
         found = re.fullmatch(r"(.*)\.([bh]\d)", operand.name) if isinstance(operand, Register) else None
         return cls(Register(found[1]), found[2]) if found else cls(operand, "")
 
     @property
     def bits(self) -> int:
-        """Bits of the selected part."""
+        """Width of the selected part in bits."""
         return {"b": 8, "h": 16, "": 32}[self.selector[:1]]
 
     def part(self, value: int, *, signed: bool) -> int:
-        """The selected part of a word, extended."""
+        """The selected part of a word, zero- or sign-extended."""
         return _read(value >> self.bits * int(self.selector[1:] or 0), self.bits, signed=signed)
 
     def merged(self, value: int, into: int) -> int:
-        """The low bits of `value` at the selected place of the word `into`; the low word where nothing is selected."""
+        """`into` with the selected part replaced by the low bits of `value`; the low word if nothing is selected."""
         if not self.selector:
             return value & _WORD
         shift = self.bits * int(self.selector[1:])
@@ -84,7 +84,7 @@ class _Selected:
 
 
 def _lanes(b: Binder, operands: Sequence[Operand], destination: Operand, compute: Callable[[Integers], int]) -> Step:
-    """`compute` has the 32-bit sources of one lane, unsigned."""
+    """Applies `compute` lane by lane. It takes the 32-bit sources of one lane as unsigned integers."""
     rows = [b.source(one, "u32") for one in operands]
     rd = b.destination(destination, "u32")
 
@@ -96,7 +96,7 @@ def _lanes(b: Binder, operands: Sequence[Operand], destination: Operand, compute
 
 
 def _scalar(b: Binder, combine: Callable[[int, int], int], types: tuple[str, str, str]) -> Step:
-    """One pair of parts: `combine`, then `.sat`, then a second operation or a merge with the third source."""
+    """Computes one pair of parts: `combine`, then `.sat`, then a second operation or a merge with the third source."""
     d, left, right, *rest = (_Selected.of(one) for one in b.expect(3, 4))
     second, saturates = b.words.get("second", ""), bool(b.words.get("sat"))
     if bool(rest) != bool(second or d.selector):
@@ -110,7 +110,7 @@ def _scalar(b: Binder, combine: Callable[[int, int], int], types: tuple[str, str
         if saturates:
             value = _clamped(value, d.bits, signed=to)
         if second:
-            # An H200 compares words of the destination's type; the ISA's pseudo-code has one bit more.
+            # An H200 compares words of the destination's type. The ISA's pseudo-code has one more bit.
             value = _COMBINE[second](_read(value, 32, signed=to), _read(x[2], 32, signed=to))
         return d.merged(value, x[2] if rest else 0)
 
@@ -126,14 +126,14 @@ def _types(b: Binder) -> tuple[str, str, str]:
         "vmax.<d>.<a>.<b>{.sat}{.<second>}", section="9.7.18.1.1", d=_TYPES, a=_TYPES, b=_TYPES,
         second=_SECOND)  # fmt: skip
 def combine_parts(b: Binder) -> Step:
-    """Sum, difference, distance, smaller or larger of two selected parts."""
+    """Sum, difference, absolute difference, minimum or maximum of two selected parts."""
     return _scalar(b, _COMBINE[b.instruction.parts[0][1:]], _types(b))
 
 
 @opcode("vshl.<d>.<a>.<b>{.sat}.<mode>{.<second>}", "vshr.<d>.<a>.<b>{.sat}.<mode>{.<second>}", section="9.7.18.1.2",
         d=_TYPES, a=_TYPES, b="u32", mode="clamp wrap", second=_SECOND)  # fmt: skip
 def shift_part(b: Binder) -> Step:
-    """A selected part shifted by another: at most 32, or modulo 32."""
+    """A selected part shifted by another. The amount is clamped to 32 or taken modulo 32."""
     left, wraps = b.instruction.parts[0] == "vshl", b.words["mode"] == "wrap"
 
     def shifted(value: int, amount: int) -> int:
@@ -145,7 +145,7 @@ def shift_part(b: Binder) -> Step:
 
 @opcode("vset.<a>.<b>.<cmp>{.<second>}", section="9.7.18.1.4", a=_TYPES, b=_TYPES, cmp=_COMPARISONS, second=_SECOND)
 def compare_parts(b: Binder) -> Step:
-    """1 where two selected parts compare so, else 0."""
+    """1 if the comparison of two selected parts holds, else 0."""
     compare = _COMPARE[b.words["cmp"]]
     return _scalar(b, lambda x, y: int(compare(x, y)), (b.words["a"], b.words["a"], b.words["b"]))
 
@@ -155,7 +155,7 @@ def compare_parts(b: Binder) -> Step:
 def multiply_parts(b: Binder) -> Step:
     """The product of two selected parts plus c (plus one for `.po`), scaled, saturated to 32 bits.
 
-    The syntax of negated sources (`-%r1`) is not in the machine's grammar.
+    The machine's grammar does not have negated sources (`-%r1`).
     """
     d, left, right, added = (_Selected.of(one) for one in b.expect(4))
     saturates, scale = bool(b.words["sat"]), int(b.words["scale"].removeprefix("shr") or 0)
@@ -175,21 +175,21 @@ def multiply_parts(b: Binder) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """`%r1.h10` or `%r1.b7654` of a source: where its parts come from, lowest part first. Of a destination: a mask."""
+    """`%r1.h10` or `%r1.b7654`. In a source: where its parts come from, lowest part first. In a destination: a mask."""
 
     operand: Operand
     digits: tuple[int, ...]
 
     @classmethod
     def of(cls, operand: Operand, default: str) -> _Places:
-        """`default`: the digits where the operand has none, highest part first."""
+        """Splits an operand. `default`: the digits if it has none, highest part first."""
         found = re.fullmatch(r"(.*)\.[bh](\d+)", operand.name) if isinstance(operand, Register) else None
         digits = found[2] if found else default
         return cls(Register(found[1]) if found else operand, tuple(int(one) for one in reversed(digits)))
 
 
 def _simd(b: Binder, combine: Callable[[int, int], int], types: tuple[str, str, str]) -> Step:
-    """Parts chosen from both sources together; their results go to d, or are added to c with `.add`."""
+    """Computes on parts chosen from both sources together. Results go to d or, with `.add`, are added to c."""
     count = int(b.instruction.parts[0][-1])
     bits, accumulates, saturates = 32 // count, bool(b.words["add"]), bool(b.words.get("sat"))
     defaults = ("10", "10", "32", "10") if count == 2 else ("3210", "3210", "7654", "3210")
@@ -225,7 +225,7 @@ _QUADS = " ".join(f"v{name}4" for name in _SIMD.split())
 @opcode(*(f"{name}.<d>.<a>.<b>{{.sat}}{{.add}}" for name in _QUADS.split()), section="9.7.18.2.3", d=_TYPES, a=_TYPES,
         b=_TYPES)  # fmt: skip
 def combine_many(b: Binder) -> Step:
-    """Sum, difference, rounded mean, distance, smaller or larger of each pair of parts."""
+    """Sum, difference, rounded mean, absolute difference, minimum or maximum of each pair of parts."""
     if b.words["sat"] and b.words["add"]:
         raise b.error(".sat and .add exclude each other")
     return _simd(b, _COMBINE[b.instruction.parts[0][1:-1]], _types(b))
@@ -234,6 +234,6 @@ def combine_many(b: Binder) -> Step:
 @opcode("vset2.<a>.<b>.<cmp>{.add}", section="9.7.18.2.2", a=_TYPES, b=_TYPES, cmp=_COMPARISONS)
 @opcode("vset4.<a>.<b>.<cmp>{.add}", section="9.7.18.2.4", a=_TYPES, b=_TYPES, cmp=_COMPARISONS)
 def compare_many(b: Binder) -> Step:
-    """1 for each pair of parts that compares so, else 0."""
+    """1 for each pair of parts whose comparison holds, else 0."""
     compare = _COMPARE[b.words["cmp"]]
     return _simd(b, lambda x, y: int(compare(x, y)), ("u32", b.words["a"], b.words["b"]))

@@ -1,8 +1,8 @@
 """ldmatrix and stmatrix of 8-bit elements, and of 4- and 6-bit ones that become bytes (PTX ISA 9.7.14.5.15, .16).
 
-The figures of the ISA are not in its text. The maps are those of CuTeDSL's copy atoms; CUTLASS's copy traits
-(SM100_SU4_DU8x16_x1_LDSM_N, SM100_U8x4_STSM_T and their larger relatives) agree, and SM100_U8x8_LDSM_T does behind the
-permutation of bytes that it makes itself. None was measured here.
+The ISA shows the maps only in figures. These are the maps of CuTeDSL's copy atoms. CUTLASS's copy traits
+(SM100_SU4_DU8x16_x1_LDSM_N, SM100_U8x4_STSM_T and their larger relatives) agree, and so does SM100_U8x8_LDSM_T after
+its own permutation of bytes. None was measured here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _in_shared(space: str, addresses: access.Addresses, what: str) -> tuple[str,
 
 
 def _transposed(rows: Bytes, height: int) -> Words:
-    """Registers of matrices of `height` rows, two a matrix.
+    """Registers of matrices of `height` rows, two per matrix.
 
     Lane l holds rows 4 (l % 4) to 4 (l % 4) + 3: their column l / 4 in the first register, l / 4 + 8 in the second.
     """
@@ -54,7 +54,7 @@ def _transposed(rows: Bytes, height: int) -> Words:
 @opcode("ldmatrix.sync.aligned.m8n16.<count>{.<space>}.b8x16.<format>", section="9.7.14.5.15", counter="memory",
         count="x1 x2 x4", space=_SPACES, format=_FORMATS)  # fmt: skip
 def ldmatrix_bytes(b: Binder) -> Step:
-    """Matrices of bytes whose rows of 16 bytes lie where the lower lanes say; 16x16 ones come transposed."""
+    """Load matrices of bytes. The lower lanes give the addresses of the 16-byte rows. 16x16 ones are transposed."""
     d, address = b.expect(2)
     square = "m16n16" in b.instruction.parts
     height, matrices = (16 if square else 8), int(b.words["count"][1:])
@@ -78,7 +78,7 @@ def ldmatrix_bytes(b: Binder) -> Step:
 @opcode("stmatrix.sync.aligned.m16n8.<count>.trans{.<space>}.b8", section="9.7.14.5.16", counter="memory",
         count="x1 x2 x4", space=_SPACES)  # fmt: skip
 def stmatrix_bytes(b: Binder) -> Step:
-    """16x8 matrices of bytes, stored as their transposes: eight rows of 16 bytes each."""
+    """Store transposed 16x8 matrices of bytes: eight rows of 16 bytes each."""
     address, source = b.expect(2)
     matrices = int(b.words["count"][1:])
     held = [b.source(item, "u32") for item in b.vector(source, matrices)]

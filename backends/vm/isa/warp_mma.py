@@ -1,4 +1,4 @@
-"""Matrices of one warp: mma.sync, m16n8kK (PTX ISA 9.7.14.5.14), and the loads and stores of its fragments."""
+"""Matrix products of one warp: mma.sync m16n8kK (PTX ISA 9.7.14.5.14), and loads and stores of its fragments."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _narrow(full: Fragment, axis: int, k: int) -> Fragment:
 
 @cache
 def _accumulator(element: str) -> Fragment:
-    """C and D [16, 8]: 4 registers of 32 bits, or 2 of two f16 each, neighbouring columns together."""
+    """C and D [16, 8]: 4 registers of 32 bits, or 2 registers with two f16 of neighbouring columns each."""
     wide = mma_fragment("c", 32)
     if element != "f16":
         return wide
@@ -75,7 +75,7 @@ def summed(
     d_type: str = "",
     most: int = 1024,
 ) -> Raw:
-    """D, of `d_type` or else of `c_type`, of float32 A [m, k] and B [k, n], and raw C. `stored`: of a sparse A."""
+    """Raw D from float32 A [m, k] and B [k, n] and raw C, in `d_type` or else `c_type`. `stored`: of a sparse A."""
     addend = to_float32(c, c_type)
     policy, half = warp.cta.machine.accumulate, (d_type or c_type) == "f16"
     found = accumulate.warp_product(left, right.T, addend, kind, policy, to_half=half, stored=stored, most=most)
@@ -91,7 +91,7 @@ def summed(
 @opcode("mma.sync.aligned.<shape>.row.col.<d>.<a>.<b>.<c>", section="9.7.14.5.14", counter="mma",
         shape="m16n8k16 m16n8k32", d="f32 f16", a="e4m3 e5m2", b="e4m3 e5m2", c="f32 f16")  # fmt: skip
 def mma(b: Binder) -> Step:
-    """Floating-point inputs. The order of accumulation is undocumented: the machine's policy decides it, in f32."""
+    """Floating-point inputs. The accumulation order is undocumented; the machine's policy decides it, in f32."""
     a_type, b_type = b.words["a"], b.words["b"]
     c_type = b.words.get("c", "f32")
     if b.words.get("d", "f32") != c_type:
@@ -117,7 +117,7 @@ def mma(b: Binder) -> Step:
 @opcode("mma.sync.aligned.<shape>.row.col{.satfinite}.s32.<a>.<b>.s32", section="9.7.14.5.14", counter="mma",
         shape="m16n8k16 m16n8k32", a="u8 s8", b="u8 s8")  # fmt: skip
 def mma_integer(b: Binder) -> Step:
-    """8-bit integers into s32, exact; the result wraps, or is clamped with `.satfinite`."""
+    """8-bit integers into s32, exact. The result wraps, or is clamped with `.satfinite`."""
     dtype_a, dtype_b = (np.dtype(np.int8 if b.words[name] == "s8" else np.uint8) for name in ("a", "b"))
     k, clamp = int(b.words["shape"].partition("k")[2]), bool(b.words["satfinite"])
     (a_fragment, b_fragment), c_fragment = _inputs("s8", k), _accumulator("s32")
@@ -142,7 +142,7 @@ def mma_integer(b: Binder) -> Step:
 def _carry_products(
     b: Binder, rows: list[int], operands: Sequence[list[int]], fragments: tuple[Fragment, Fragment, Fragment]
 ) -> None:
-    """An element of D depends on a row of A, a column of B and one element of C."""
+    """Carries undefined bits: an element of D depends on a row of A, a column of B and one element of C."""
     line = b.instruction.line
     each = [tuple((32, row) for row in operand) for operand in operands]
     keys = [key for operand in each for key in operand]
@@ -165,9 +165,9 @@ def _carry_products(
 def _lost_products(
     a: bytes | None, right: bytes | None, c: bytes | None, fragments: tuple[Fragment, Fragment, Fragment]
 ) -> tuple[Words, ...]:
-    """The undefined bits of each register of D; of the operands, those of all registers, None where there are none.
+    """The undefined bits of each register of D, from those of all registers of each operand (None if it has none).
 
-    A loop multiplies the same rows of padding again and again.
+    Cached, because loops multiply the same rows of padding again and again.
     """
     of_a, of_b, of_c = (
         None if bits is None
@@ -185,7 +185,7 @@ def _lost_products(
 
 
 def _operands(b: Binder, *fragments: Fragment) -> tuple[list[int], list[list[int]]]:
-    """Rows of D and of A, B and C, whose vectors have as many registers as their fragments."""
+    """Register rows of D, and of A, B and C. Vectors must have as many registers as their fragments."""
     d, *sources = b.expect(4)
     rows = [
         [b.source(item, "u32") for item in b.vector(operand, fragment.registers)]
@@ -216,7 +216,7 @@ _ROWS = 8
 
 
 def whole_warp(warp: Warp, what: str) -> None:
-    """Fault unless all 32 lanes execute `what` together; a lane that has exited is undefined behaviour too."""
+    """Fault unless all 32 lanes execute `what` together. An exited lane is undefined behaviour too."""
     warp.converged(what)
     if count_nonzero(warp.mask) < 32:
         lane = int(np.flatnonzero(~warp.mask)[0])
@@ -240,7 +240,7 @@ def _resolve(space: str, addresses: access.Addresses, what: str) -> tuple[str, a
     space="shared shared::cta",
 )
 def ldmatrix(b: Binder) -> Step:
-    """Load 8x8 matrices of 16-bit elements whose rows lie at the addresses that the lower lanes give."""
+    """Load 8x8 matrices of 16-bit elements. The lower lanes give the addresses of the rows."""
     d, address = b.expect(2)
     count, space, transposed = _COUNT[b.words["count"]], b.words["space"], bool(b.words["trans"])
     rows = [b.destination(item, "u32") for item in b.vector(d, count)]
@@ -271,9 +271,9 @@ def ldmatrix(b: Binder) -> Step:
 
 @cache
 def _halves_in_scratch(count: int, transposed: bool) -> NDArray[np.int64]:
-    """Which 16-bit half of a warp's scratch, counted in order, each half of the registers is: [count, 32, 2].
+    """For each half of the registers, the index of its 16-bit half in the warp's scratch: [count, 32, 2].
 
-    A row of a matrix is a column of the scratch, of four words.
+    A matrix row is a column of four words in the scratch.
     """
     row, half = np.indices((_ROWS * count, MATRIX_ROW_BYTES // 2), dtype=np.uint16)
     where = (half // 2 * LANES + row) * 2 + half % 2
@@ -289,7 +289,7 @@ def _halves_in_scratch(count: int, transposed: bool) -> NDArray[np.int64]:
     space="shared shared::cta",
 )
 def stmatrix(b: Binder) -> Step:
-    """Store 8x8 matrices of 16-bit elements to rows at the addresses that the lower lanes give."""
+    """Store 8x8 matrices of 16-bit elements. The lower lanes give the addresses of the rows."""
     address, source = b.expect(2)
     count, space, transposed = _COUNT[b.words["count"]], b.words["space"], bool(b.words["trans"])
     rows = [b.source(item, "u32") for item in b.vector(source, count)]

@@ -1,4 +1,4 @@
-"""mma.sp: mma.sync with a sparse A, of which half of each row is stored (PTX ISA 9.7.14.6)."""
+"""mma.sp: mma.sync with a sparse A that stores half of each row (PTX ISA 9.7.14.6)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from backends.vm.tensor.sparsity import Granularity, codes_in_registers, dense, 
 from backends.vm.tensor.warp_fragments import Raw, accumulator_fragment, operand_fragment
 
 SparseProduct = Callable[[Warp, Raw, Raw, Raw, Mask], Raw]
-"""Raw D from raw A [m, k] with its zeros, B [k, n], C [m, n], and the elements of A that are stored."""
+"""Raw D from raw A [m, k] with zeros filled in, B [k, n], C [m, n], and a mask of the stored elements of A."""
 
 _SECTION = "9.7.14.6.3"
 _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "u8": 8, "s8": 8, "u4": 4, "s4": 4}
@@ -25,7 +25,7 @@ _NARROW = "e4m3 e5m2 e3m2 e2m3 e2m1"
 
 
 def _both(rest: str) -> tuple[str, str]:
-    """The spellings whose metadata may have any order, and must have the ascending one."""
+    """Both spellings: with metadata in any order, and with ordered metadata."""
     return f"mma.sp.sync.aligned.{rest}", f"mma.sp::ordered_metadata.sync.aligned.{rest}"
 
 
@@ -41,7 +41,7 @@ def _both(rest: str) -> tuple[str, str]:
 @opcode(_both("<shape>.row.col.kind::f8f6f4.<d>.<a>.<b>.<c>")[1], section=_SECTION, counter="mma", shape="m16n8k64",
         d="f32 f16", a=_NARROW, b=_NARROW, c="f32 f16")  # fmt: skip
 def mma_sparse(b: Binder) -> Step:
-    """Floating-point inputs; accumulation as in mma.sync."""
+    """Floating-point inputs. Accumulation is as in mma.sync."""
     a_type, b_type, c_type = b.words["a"], b.words["b"], b.words.get("c", "f32")
     if b.words.get("d", "f32") != c_type:
         raise b.error(f"D is {b.words['d']} and C {c_type}: they must be of one type")
@@ -64,7 +64,7 @@ def mma_sparse_integer(b: Binder) -> Step:
 
 
 def _sparse(b: Binder, bits: int, c_bits: int, product: SparseProduct) -> Step:
-    """`d, a, b, c, metadata, selector`: A is as in an mma.sync of half the K, B as in one of all of it."""
+    """`d, a, b, c, metadata, selector`. A has the fragment of an mma.sync with half the K, B with all of K."""
     d, left, right, addend, metadata, chosen = b.expect(6)
     k = int(re.findall(r"\d+", b.words["shape"])[2])
     c = accumulator_fragment(16, c_bits)

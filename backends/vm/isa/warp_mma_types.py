@@ -1,5 +1,5 @@
-"""mma.sync of the types beside those of warp_mma: f64, u4, s4, b1, FP6 and FP4, block-scaled, and m8n8k4 of f16
-(PTX ISA 9.7.14.5), and wmma, whose fragments are opaque (9.7.14.4)."""
+"""The mma.sync types that warp_mma lacks: f64, u4, s4, b1, FP6 and FP4, block-scaled, and m8n8k4 of f16 (PTX ISA
+9.7.14.5). Also wmma with its opaque fragments (9.7.14.4)."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class HeldFragment:
         self._rows = [row_of(item, fragment.view) for item in b.vector(operand, fragment.registers)]
 
     def registers(self, warp: Warp) -> Raw:
-        """[registers, 32]."""
+        """The registers, [registers, 32]."""
         rows = getattr(warp, self._fragment.view)
         return np.stack([rows[row] for row in self._rows])
 
     def matrix(self, warp: Warp) -> Raw:
-        """Raw elements."""
+        """The matrix of raw elements."""
         return self._fragment.matrix(self.registers(warp))
 
     def put(self, warp: Warp, registers: Raw) -> None:
@@ -77,7 +77,7 @@ class HeldFragment:
 def _whole(
     b: Binder, fragments: tuple[WarpFragment, WarpFragment, WarpFragment, WarpFragment], product: Product, flops: int
 ) -> Step:
-    """The product of whole fragments: D, A, B, C. Operands behind those four are the family's own."""
+    """The product of whole fragments D, A, B, C. Later operands belong to the instruction family."""
     d, *sources = b.operands[:4]
     out = HeldFragment(b, d, fragments[0], written=True)
     left, right, addend = (HeldFragment(b, one, fragment) for one, fragment in zip(sources, fragments[1:], strict=True))
@@ -96,7 +96,7 @@ def _whole(
 @opcode("mma.sync.aligned.<shape>.row.col{.<rnd>}.f64.f64.f64.f64", section=_SECTION, counter="mma",
         shape="m8n8k4 m16n8k4 m16n8k8 m16n8k16", rnd="rn rz rm rp")  # fmt: skip
 def mma_double(b: Binder) -> Step:
-    """f64: one fused multiply-add after the other along K, each rounded (what an H200 gives)."""
+    """f64: one fused multiply-add after another along K, each rounded, as on an H200."""
     b.expect(4)
     m, n, k = _shape(b)
     c = accumulator_fragment(m, 64)
@@ -120,7 +120,7 @@ def _double_product(rounding: Rounding) -> Product:
 @opcode("mma.sync.aligned.<shape>.row.col{.satfinite}.s32.<a>.<b>.s32", section=_SECTION, counter="mma",
         shape="m8n8k32 m16n8k32 m16n8k64", a="u4 s4", b="u4 s4")  # fmt: skip
 def mma_integer(b: Binder) -> Step:
-    """Integers of 4 or 8 bits into s32, exact; the result wraps, or is clamped with `.satfinite`."""
+    """Integers of 4 or 8 bits into s32, exact. The result wraps, or is clamped with `.satfinite`."""
     b.expect(4)
     m, n, k = _shape(b) if "shape" in b.words else (8, 8, 16)
     bits = _INTEGER_BITS[b.words["a"]]
@@ -137,7 +137,7 @@ def _integers(raw: Raw, type_name: str) -> Integers:
 
 
 def integer_product(left: str, right: str, *, saturates: bool) -> Product:
-    """The exact product of integers of these types; the sum wraps, or is clamped."""
+    """The exact product of integers of these types. The sum wraps, or is clamped."""
 
     def product(warp: Warp, a: Raw, others: Raw, c: Raw) -> Raw:
         total = _integers(a, left) @ _integers(others, right) + c.astype(np.uint32).view(np.int32)
@@ -149,7 +149,7 @@ def integer_product(left: str, right: str, *, saturates: bool) -> Product:
 @opcode("mma.sync.aligned.<shape>.row.col.s32.b1.b1.s32.<op>.popc", section=_SECTION, counter="mma",
         shape="m8n8k128 m16n8k128 m16n8k256", op="xor and")  # fmt: skip
 def mma_bits(b: Binder) -> Step:
-    """The number of positions along K where both bits are one, or differ, added to C."""
+    """Add to C the number of positions along K where both bits are one, or differ."""
     b.expect(4)
     m, n, k = _shape(b)
     differs = b.words["op"] == "xor"
@@ -164,8 +164,8 @@ def mma_bits(b: Binder) -> Step:
     return _whole(b, (c, operand_fragment("a", m, k, 1), operand_fragment("b", n, k, 1), c), product, 2 * m * n * k)
 
 
-# FP8, FP6 and FP4 of sm_120a. Elements of mxf4 kinds are packed, others lie in bytes: FP6 in the low six bits, FP4 in
-# bits 5 to 2 (PTX ISA 9.7.14.2).
+# FP8, FP6 and FP4 of sm_120a. Elements of mxf4 kinds are packed. Others take a byte: FP6 the low six bits, FP4 bits
+# 5 to 2 (PTX ISA 9.7.14.2).
 
 
 @opcode("mma.sync.aligned.m16n8k32.row.col.kind::f8f6f4.<d>.<a>.<b>.<c>", section=_SECTION, counter="mma",
@@ -191,9 +191,9 @@ def mma_narrow(b: Binder) -> Step:
         "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.<size>.f32.e2m1.e2m1.f32.<scale>",
         section=_SECTION, counter="mma", size="scale_vec::2X scale_vec::4X", scale="ue8m0 ue4m3")  # fmt: skip
 def mma_scaled(b: Binder) -> Step:
-    """`d, a, b, c, sfa, {byte, thread}, sfb, {byte, thread}`: blocks along K of A and B scaled (9.7.14.3).
+    """`d, a, b, c, sfa, {byte, thread}, sfb, {byte, thread}`: scales blocks along K of A and B (9.7.14.3).
 
-    Products and sums are those of float64, rounded once: the order of the hardware is not documented.
+    Computes in float64 and rounds once, because the order of the hardware is not documented.
     """
     parts = b.instruction.parts
     packed = "m16n8k64" in parts
@@ -221,7 +221,7 @@ def mma_scaled(b: Binder) -> Step:
 
 
 class _Scales:
-    """The scale factors of A (`pair`: one pair of each quad has them, rows l / 4 and l / 4 + 8) or of B."""
+    """The scale factors of A or B. For A (`pair`), a pair of lanes of each quad holds rows l / 4 and l / 4 + 8."""
 
     def __init__(self, b: Binder, data: Operand, selector: Operand, blocks: int, kind: str, *, pair: bool) -> None:
         self._row = b.source(data, "u32")
@@ -282,7 +282,7 @@ def mma_quarters(b: Binder) -> Step:
     return step
 
 
-# wmma: matrices of the whole warp in opaque fragments.
+# wmma: matrices of a whole warp in opaque fragments.
 
 
 _WMMA_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "f32": 32, "s32": 32, "f64": 64, "u8": 8, "s8": 8}
@@ -292,7 +292,7 @@ _SPACES = "global shared shared::cta"
 
 
 def _held_by(which: str, shape: tuple[int, int, int], kind: str) -> WarpFragment:
-    """The fragment of a wmma operand: registers as PTX ISA 9.7.14.4.1 counts them."""
+    """The fragment of a wmma operand, with the register counts of PTX ISA 9.7.14.4.1."""
     m, n, k = shape
     size = {"a": (m, k), "b": (k, n)}.get(which, (m, n))
     bits = _WMMA_BITS[kind]
@@ -326,7 +326,7 @@ def _wmma_place(b: Binder, which: str, kind: str) -> tuple[WarpFragment, Callabl
 @opcode("wmma.load.<which>.sync.aligned.<layout>.<shape>{.<space>}.<type>", section="9.7.14.4.3", counter="memory",
         which="c", layout=_LAYOUTS, shape="m16n16k8", space=_SPACES, type="f32")  # fmt: skip
 def wmma_load(b: Binder) -> Step:
-    """A matrix from memory; `stride` counts elements from one row, or column, to the next."""
+    """Load a matrix from memory. `stride` is in elements, from one row or column to the next."""
     d, address, *rest = b.expect(2, 3)
     fragment, offsets = _wmma_place(b, b.words["which"], b.words["type"])
     out = HeldFragment(b, d, fragment, written=True)
@@ -354,7 +354,7 @@ def wmma_load(b: Binder) -> Step:
 @opcode("wmma.store.<which>.sync.aligned.<layout>.<shape>{.<space>}.<type>", section="9.7.14.4.4", counter="memory",
         which="d", layout=_LAYOUTS, shape="m8n8k4", space=_SPACES, type="f64")  # fmt: skip
 def wmma_store(b: Binder) -> Step:
-    """A matrix to memory."""
+    """Store a matrix to memory."""
     address, source, *rest = b.expect(2, 3)
     fragment, offsets = _wmma_place(b, "d", b.words["type"])
     held = HeldFragment(b, source, fragment)
@@ -377,7 +377,7 @@ def wmma_store(b: Binder) -> Step:
 @opcode("wmma.mma.sync.aligned.<alayout>.<blayout>.<shape>.<d>.<c>", section="9.7.14.4.5", counter="mma",
         alayout=_LAYOUTS, blayout=_LAYOUTS, shape=_WMMA_SHAPES, d="f16 f32", c="f16 f32")  # fmt: skip
 def wmma_half(b: Binder) -> Step:
-    """f16 inputs; C and D may differ in type."""
+    """f16 inputs. C and D may differ in type."""
     return _wmma(b, "f16", b.words["c"], b.words["d"])
 
 

@@ -1,4 +1,4 @@
-"""Exchange between the lanes of a warp: shfl, vote, match, redux, elect, activemask (PTX ISA 9.7.13)."""
+"""Exchange between lanes of a warp: shfl, vote, match, redux, elect, activemask (PTX ISA 9.7.13)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ def _lanes_of(bits: int) -> Lanes:
 
 
 def member_groups(b: Binder, operand: Operand, *, orders: bool = True) -> Callable[[Warp], list[Lanes]]:
-    """The sets of lanes that work together: those that give the same membermask. Usually there is one.
+    """Groups lanes by membermask. Usually there is one group.
 
-    `orders`: whether it counts as what may order them (backends.vm.memory.lanes).
+    `orders`: whether the instruction may order accesses of its lanes (backends.vm.memory.lanes).
 
-    Fault if a named lane is not here or an executing lane does not name itself (PTX ISA: undefined behaviour).
+    Fault if a named lane does not execute the instruction or an executing lane does not name itself (PTX ISA: undefined
+    behaviour).
     """
     row = b.source(operand, "u32")
     what = b.instruction.opcode
@@ -108,13 +109,14 @@ def shfl(b: Binder) -> Step:
 
 @lru_cache(maxsize=1024)
 def _partner(mode: str, offsets: bytes, limits: bytes) -> tuple[npt.NDArray[np.int64], Lanes]:
-    """The lane that each lane reads and whether it is in range, from rows b and c (uint32 [32]) as bytes."""
+    """The lane that each lane reads and whether it is in range. `offsets` and `limits` are rows b and c (uint32 [32])
+    as bytes."""
     b, c = (np.frombuffer(row, np.uint32).astype(np.int64) for row in (offsets, limits))
     return _partner_of(mode, b, c, _LANE)
 
 
 def _partner_of(mode: str, b: Any, c: Any, lane: Any) -> tuple[Any, Any]:
-    """As _partner, of signed integers; `lane` numbers the lanes."""
+    """As _partner, for signed integers. `lane` holds the lane numbers."""
     b, clamp, segment = b & 31, c & 31, c >> 8 & 31
     highest, lowest = (lane & segment) | (clamp & ~segment), lane & segment
     source = {"up": lane - b, "down": lane + b, "bfly": lane ^ b, "idx": lowest | (b & ~segment)}[mode]
@@ -128,7 +130,7 @@ def _mode(instruction: Instruction) -> str:
 
 @writes(shfl)
 def _shfl_of_a_whole_warp(b: ir.IRBuilder, cells: Sequence[Cell], mask: Any, instruction: Instruction) -> None:
-    """Where all lanes are here and name all of them."""
+    """The compiled form, for a full warp whose lanes all name all lanes."""
     *written, a, lane, limits, members = cells
     word, all_lanes = ir.IntType(32), llvm_type(np.int32, (LANES,))
 
@@ -152,7 +154,7 @@ def _shfl_of_a_whole_warp(b: ir.IRBuilder, cells: Sequence[Cell], mask: Any, ins
 
 @opcode("vote.sync.<mode>.pred", section="9.7.13.9", counter="warp", mode="all any uni")
 def vote(b: Binder) -> Step:
-    """Whether a predicate holds in all, any, or equally in all named lanes."""
+    """Whether a predicate holds in all or any named lanes, or has the same value in all of them."""
     d, p, mask = b.expect(3)
     rd, (rp, negated), groups, mode = b.destination(d, "pred"), b.predicate(p), member_groups(b, mask), b.words["mode"]
 
@@ -183,7 +185,7 @@ def vote(b: Binder) -> Step:
 
 @opcode("vote.sync.ballot.b32", section="9.7.13.9", counter="warp")
 def ballot(b: Binder) -> Step:
-    """The predicate of each named lane as a bit."""
+    """The predicates of the named lanes as bits."""
     d, p, mask = b.expect(3)
     rd, (rp, negated), groups = b.destination(d, "u32"), b.predicate(p), member_groups(b, mask)
 
@@ -217,9 +219,9 @@ def activemask(b: Binder) -> Step:
 
 @opcode("elect.sync", section="9.7.13.14", counter="warp")
 def elect(b: Binder) -> Step:
-    """The lowest named lane is the leader (measured on an H200 with 4 masks); d is its number in every lane.
+    """Elect the lowest named lane (measured on an H200 with 4 masks). d is its number in every lane.
 
-    It promises no order of memory (PTX ISA 9.7.13.14), and who has elected a lane lets it arrive, or copy, for all.
+    It does not order memory (PTX ISA 9.7.13.14), even though kernels let the elected lane arrive or copy for all.
     """
     d, mask = b.expect(2)
     first, second = b.pair(d)
@@ -238,7 +240,7 @@ def elect(b: Binder) -> Step:
 
 
 def _carry_to_all(b: Binder, source: tuple[int, int], groups: Callable[[Warp], list[Lanes]], *results: Key) -> None:
-    """An undefined operand of one named lane makes the results of all of them undefined."""
+    """Carries undefined bits: an undefined operand in one named lane makes the results of all of them undefined."""
     line = b.instruction.line
 
     def carry(warp: Warp, run: Step) -> object:
@@ -283,7 +285,7 @@ def redux(b: Binder) -> Step:
 
 @opcode("redux.sync.<op>{.abs}{.NaN}.f32", section="9.7.13.12", counter="warp", op="min max")
 def redux_float(b: Binder) -> Step:
-    """Smallest or largest float of the named lanes (sm_100a)."""
+    """Minimum or maximum float of the named lanes (sm_100a)."""
     d, a, mask = b.expect(3)
     rd, ra, groups = b.destination(d, "f32"), b.source(a, "f32"), member_groups(b, mask)
     nan, absolute = bool(b.words["NaN"]), bool(b.words["abs"])

@@ -1,8 +1,8 @@
 """wgmma: D [64, n] = A [64, k] B [n, k]^T (+ D) by a warpgroup, asynchronously (PTX ISA 9.7.15, facts.md 4).
 
-Operands in shared memory are checked at issue, with what the issuing warp has seen: all of B, and of A the 16 rows
-that the warp multiplies (FlashAttention-3 orders its P among the lanes of one warp only). They are read when the
-schedule lets the operation end, and so are the registers.
+Operands in shared memory are checked at issue, against what the issuing warp has seen: all of B, and the 16 rows of A
+that the warp multiplies (FlashAttention-3 orders its P only among the lanes of one warp). Shared memory and registers
+are read when the schedule lets the operation end.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _shapes(k: int, ns: range | tuple[int, ...] = _EVERY_8) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What an instruction says before it runs. `k` is 32 bytes of a row, or 64 where A is sparse: half of its row is
-    stored then, and lanes chosen by `selector` have the metadata. `d_type` f32, f16 or s32."""
+    """The static form of an instruction. `k` covers 32 bytes of a row. For a sparse A it covers 64, of which half are
+    stored, and `selector` chooses the lanes with the metadata. `d_type` is f32, f16 or s32."""
 
     n: int
     k: int
@@ -84,17 +84,17 @@ class _Form:
 
     @property
     def stored_k(self) -> int:
-        """Elements of a row of A that are stored."""
+        """Stored elements per row of A."""
         return self.k if self.selector is None else self.k // 2
 
     @property
     def accumulator(self) -> Fragment:
-        """The accumulator's 16 rows of one warp."""
+        """The 16 rows of the accumulator in one warp."""
         return _accumulator(self.n, 16 if self.d_type == "f16" else 32)
 
     @property
     def operand_a(self) -> Fragment:
-        """A in registers: the 16 rows of one warp."""
+        """A in registers: its 16 rows in one warp."""
         return _operand_a(self.bits, self.stored_k)
 
 
@@ -110,7 +110,7 @@ def _operand_a(element_bits: int, k: int) -> Fragment:
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """`fetch` gives its elements when the operation ends; `lost` is that of shared memory at the issue, if any is."""
+    """`fetch` reads the elements when the operation ends. `lost`: rows in shared memory that are undefined at issue."""
 
     fetch: Fetch
     lost: Lost | None = None
@@ -217,9 +217,9 @@ def mma_async(b: Binder) -> Step:
 
 
 def _lost(undefined: UndefinedRegisters, accumulators: Sequence[Key], right: Lost | None, form: _Form) -> bool:
-    """Whether `accumulators` have lost the columns that B makes them lose and nothing else.
+    """Whether `accumulators` are undefined in exactly the columns that B's undefined rows make undefined.
 
-    In a loop along K they have, after the first round, and their bits are the very arrays of that round.
+    A loop along K gets there after its first round, and then the bits are the same array objects.
     """
     if right is None:
         return False
@@ -250,7 +250,8 @@ def _in_registers(lost: bytes, fragment: Fragment) -> tuple[Words, ...]:
 
 
 def _sparse(stored: Fetch, metadata: Words, form: _Form) -> tuple[Fetch, accumulate.Mask]:
-    """A [16, k] of a warp from what is stored of it and one register of its lanes, read at the issue; and where."""
+    """A [16, k] of a warp, expanded from its stored elements and a metadata register read at issue, and the mask of
+    stored elements."""
     assert form.selector is not None
     codes, granularity = codes_in_registers(metadata, form.k, form.bits, form.selector), Granularity.of(form.bits)
     places = stored_places(codes, granularity, ordered=False)
@@ -282,7 +283,7 @@ def _smem(
     warp: Warp, raw: int, rows: int, bits: int, k: int, major: Major, type_name: str, reads: int, which: str,
     part: slice | None = None,
 ) -> _Operand:  # fmt: skip
-    """Check an operand in shared memory now; it is float32 [rows, k], or the rows of `part`."""
+    """Check an operand in shared memory now. Its elements are float32 [rows, k], or only the rows of `part`."""
     units, granules = _places(raw, rows, bits, k, major, which, None if part is None else (part.start, part.stop))
     rows = rows if part is None else part.stop - part.start
     smem = warp.cta.smem
@@ -301,7 +302,7 @@ def _smem(
 def _places(
     raw: int, rows: int, bits: int, k: int, major: Major, which: str, part: tuple[int, int] | None
 ) -> tuple[Places, Places]:
-    """The addresses of the units of an operand, and their granules. Loops come back to few descriptors."""
+    """The addresses of the units of an operand, and their granules. Cached, because loops reuse few descriptors."""
     descriptor = decode_matrix_descriptor(raw, "sm_90a")
     if major == "k" and 0 < descriptor.swizzle.span < k * bits // 8:
         raise Fault("matrix-descriptor", f"operand {which} has rows of {k * bits // 8} bytes, more than its swizzle "
@@ -352,7 +353,7 @@ def _performer(
 def _multiplied(
     a: Float32, b: Float32, old: Elements | None, form: _Form, policy: accumulate.Policy, stored: accumulate.Mask | None
 ) -> Elements:
-    """Raw accumulators [16, n] from the operands and the raw ones before; `stored` of a sparse A."""
+    """Raw accumulators [16, n] from the operands and the previous raw accumulators. `stored`: of a sparse A."""
     if form.d_type == "s32":
         total = a.astype(np.float64) @ b.astype(np.float64).T
         if old is not None:
@@ -387,7 +388,7 @@ def _count(warp: Warp, form: _Form) -> None:
 
 @opcode("wgmma.fence.sync.aligned", section="9.7.15.7.1", counter="mma")
 def fence(b: Binder) -> Step:
-    """Registers used before now may be used by wgmma from now on."""
+    """Allow wgmma to use registers that were used before."""
     b.expect(0)
 
     def step(warp: Warp) -> None:
@@ -399,7 +400,7 @@ def fence(b: Binder) -> Step:
 
 @opcode("wgmma.commit_group.sync.aligned", section="9.7.15.7.2", counter="mma")
 def commit_group(b: Binder) -> Step:
-    """Close the warp's open group; an empty one counts."""
+    """Close the warp's open group, even an empty one."""
     b.expect(0)
 
     def step(warp: Warp) -> None:
@@ -413,7 +414,7 @@ def commit_group(b: Binder) -> Step:
 
 @opcode("wgmma.wait_group.sync.aligned", section="9.7.15.7.3", kind="tail", counter="mma")
 def wait_group(b: Binder) -> Step:
-    """Wait until at most N of the warp's latest groups are pending; then their registers and operands are free."""
+    """Wait until at most N of the warp's latest groups are pending. Ended groups free their registers and operands."""
     allowed = b.immediate(b.expect(1)[0])
     if not 0 <= allowed <= 7:
         raise b.error(f"the number of groups is {allowed}; it must be 0..7")

@@ -1,8 +1,8 @@
 """Matrix multiply-accumulate D = A B^T + C under a declared policy.
 
-`fast` and `exact` are single sums of the whole product; `hopper` is the bit-exact model of one H200 instruction after
-another (facts.md 7.1). How Blackwell accumulates is undocumented, so there every policy is an approximation.
-`ring` takes floats for elements of a ring (backends.vm.numerics.ring), in lane-wise instructions too.
+`fast` and `exact` sum the whole product at once. `hopper` models an H200 bit for bit, instruction by instruction
+(facts.md 7.1). How Blackwell accumulates is undocumented, so there every policy is an approximation.
+`ring` treats floats as elements of a ring (backends.vm.numerics.ring), in lane-wise instructions too.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from backends.vm.numerics.formats import Float64
 Policy = Literal["fast", "exact", "hopper", "ring"]
 Mask = npt.NDArray[np.bool_]
 Factor = tuple[Float32, npt.NDArray[np.int32]]
-"""Elements, and the exponents that they count with."""
+"""Elements, and the exponents that the adder gives them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adder:
-    """How a tensor core of the Hopper generation adds: every product and C truncated to a multiple of
-    2^(E - `fraction_bits`), E the largest exponent among them, the sum truncated to `significand_bits`. A sum of an
-    instruction with D in f16 is rounded to f16 as it is."""
+    """How a Hopper tensor core adds. With E the largest exponent among the products and C, it truncates each of them
+    to a multiple of 2^(E - `fraction_bits`), and the sum to `significand_bits`. With D in f16, the sum is rounded to
+    f16 without that truncation."""
 
     fraction_bits: int
     significand_bits: int
 
 
-# Measured for all of sm_90a (conformance/silicon/whole); the types below 8 bits are taken to share FP8's adder.
+# Measured for every sm_90a type (conformance/silicon/whole). Types below 8 bits are assumed to share FP8's adder.
 _WIDE, _NARROW = Adder(25, 24), Adder(13, 14)
 ADDERS: dict[str, Adder] = {
     "f16": _WIDE,
@@ -47,15 +47,16 @@ ADDERS: dict[str, Adder] = {
 }
 _ZERO_EXPONENT = -100_000
 _LEAST_EXPONENTS = {"f16": -14, "bf16": -126, "tf32": -126, "e4m3": -6, "e5m2": -14}
-"""Of the smallest normal number. What is not listed was never seen on hardware, and counts as a normal number."""
+"""Exponent of the smallest normal number, which subnormals share. Unlisted types were never measured: their
+subnormals count as normal numbers."""
 _LEAST_OF_C = -126
 _LEAST_OF_ALL = -133
-"""What the largest exponent of an instruction counts as where it is smaller. Measured with bf16; other types reach it
-rarely (tf32) or never."""
+"""Lower bound on the largest exponent of an instruction. Measured with bf16; other types reach it rarely (tf32) or
+never."""
 
 
 def policy_called(name: str) -> Policy:
-    """The policy of that name. ValueError if there is none."""
+    """The policy `name`. ValueError if there is none."""
     for policy in get_args(Policy):
         if policy == name:
             return policy
@@ -74,13 +75,13 @@ def mma(
     stored: Mask | None = None,
     b_kind: str = "",
 ) -> Float32:
-    """float32 [M, N] from a [M, K], b [N, K] and c [M, N], or no c when the accumulator is overwritten.
+    """float32 [M, N] from a [M, K], b [N, K] and c [M, N]. c is None when the accumulator is overwritten.
 
-    `k_per_instruction` is the K of one instruction (16 for 16-bit inputs, 8 for tf32, 32 for 8-bit), `kind` the input
-    type (and `b_kind` that of B, if another); only `hopper` uses them. tf32 inputs must already have lost their low 13
-    bits. `to_half`: the result of `hopper` is rounded to f16. `stored`, bool [M, K]: the elements that a sparse A has;
-    what is not stored is multiplied with nothing, not even with an infinity or NaN of B. ValueError for shapes that do
-    not fit, a K that is no multiple of `k_per_instruction`, or an unknown kind, of which the ring has bf16 alone.
+    `k_per_instruction` is the K of one instruction (16 for 16-bit inputs, 8 for tf32, 32 for 8-bit). `kind` is the
+    input type, `b_kind` the type of B if it differs. Only `hopper` computes with these. tf32 inputs must already have
+    lost their low 13 bits. `to_half`: `hopper` rounds its result to f16. `stored`, bool [M, K]: the elements that a
+    sparse A stores. Elements that are not stored contribute nothing, even where B is infinite or NaN. ValueError for
+    mismatched shapes, a K that is not a multiple of `k_per_instruction`, or an unknown kind. The ring has only bf16.
     """
     _check(a, b, c, k_per_instruction, kind)
     if policy == "ring":
@@ -114,10 +115,10 @@ def warp_product(
     a: Float32, b: Float32, c: Float32, kind: str, policy: Policy, *, to_half: bool, stored: Mask | None = None,
     most: int = 1024,
 ) -> Float32:  # fmt: skip
-    """A [m, k] times B [n, k] and C as an H200 does it for one warp; `most`: elements of K of one instruction.
+    """A [m, k] times B [n, k] plus C as an H200 computes it for one warp. `most`: the largest K of one instruction.
 
-    It has no FP8 for one warp: ptxas 13.0 makes f16 of the lower half of each register and then of the upper one, adds
-    both products from zero on, and C by an addition of its own, each rounded to f16 for a D in f16.
+    An H200 has no FP8 product for one warp. ptxas 13.0 converts the lower half of each register to f16 and then the
+    upper half, accumulates both products from zero, and adds C separately. With D in f16 each step rounds to f16.
     """
     if policy != "hopper" or kind not in ("e4m3", "e5m2"):
         k = min(a.shape[1], most)
@@ -135,7 +136,7 @@ def warp_product(
 
 
 def _in_ring(a: Float32, b: Float32, c: Float32 | None, kind: str) -> Float32:
-    # What a sparse A does not store is 0, and in the ring 0 times any word is 0: those of infinities and NaN, too.
+    # Elements that a sparse A does not store are 0, and in the ring 0 times any word is 0, even infinities and NaN.
     if kind != "bf16":
         raise ValueError(f"operands of {kind} are no elements of the ring; those of bf16 are.")
     product = ring.products(ring.upper_halves(a), ring.upper_halves(b))
@@ -161,16 +162,16 @@ def _check(a: Float32, b: Float32, c: Float32 | None, k_per_instruction: int, ki
 
 
 def _exponent(x: Float32, least: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """Floor of the base-2 logarithm of |x|, of subnormal numbers that of the smallest normal one, as an H200 takes it;
-    far below any other for zero, and 0 for infinities and NaN."""
+    """Floor of log2 |x|. As on an H200, subnormals have the exponent of the smallest normal number. A zero is far
+    below any other number; infinities and NaN give 0."""
     return np.where(x == 0, _ZERO_EXPONENT, np.maximum(np.frexp(x)[1] - 1, least)).astype(np.int32)
 
 
 def _sum(
     left: Factor, right: Factor, c: Float32 | None, adder: Adder, stored: Mask | None
 ) -> tuple[Float64, npt.NDArray[np.int64]]:
-    """One instruction's: all of K is one group, added exactly after the truncation. [M, N] numbers, and the [M, N]
-    exponents of 2 that they count with."""
+    """The sum of one instruction: all of K is one group, added exactly after truncation. Returns numbers [M, N] and
+    the exponents of 2 that scale them, [M, N]."""
     (a, exponents_a), (b, exponents_b) = left, right
     largest = (
         np.full((a.shape[0], b.shape[0]), _ZERO_EXPONENT) if c is None else _exponent(c, _LEAST_OF_C).astype(np.int64)
@@ -189,7 +190,7 @@ def _sum(
 
 
 def _to_half(total: Float64) -> Float32:
-    """Rounded to f16, once; as in f32, a negative sum that underflows is +0."""
+    """`total` rounded once to f16. As in f32, a negative sum that underflows is +0."""
     return total.astype(np.float16).astype(np.float32) + np.float32(0)
 
 
@@ -198,7 +199,7 @@ def _truncate(total: Float64, exponent: npt.NDArray[np.int64], bits: int) -> Flo
     drop = np.maximum(np.frexp(total)[1] - bits, 0)
     kept = np.ldexp(np.trunc(np.ldexp(total, -drop)), drop + exponent)
     nearest = kept.astype(np.float32)
-    # Only a result that is subnormal is not exact here. What overflows is infinite, as on an H200.
+    # Only subnormal results are inexact here. Overflow gives infinity, as on an H200.
     up = (np.abs(nearest) > np.abs(kept)) & np.isfinite(nearest)
     # A negative sum that underflows is +0.
     return np.where(up, np.nextafter(nearest, np.float32(0)), nearest) + np.float32(0)

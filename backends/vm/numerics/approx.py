@@ -1,7 +1,7 @@
 """PTX's approximate functions as an H200 computes them: the sequences that ptxas builds around MUFU (facts.md 7.4).
 
 ptxas (CUDA 13.0) emits the same sequences for sm_100a. Every f32 function here gives the bits of an H200 for all 2^32
-operands; the divisions were held against 7e9 pairs each.
+operands. The divisions were each compared on 7e9 pairs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _product(a: Words, b: Words) -> Words:
 
 
 def _product_ftz(a: Words, b: Words) -> Words:
-    """FMUL.FTZ: it flushes what is below 2^-126 after rounding to 24 bits with no bound on the exponent."""
+    """FMUL.FTZ: flushes results below 2^-126 after rounding to 24 bits with an unbounded exponent."""
     a, b = _flushed(a), _flushed(b)
     exact = a.view(np.float32).astype(np.float64) * b.view(np.float32).astype(np.float64)
     size = np.where(exact < 0.0, -exact, exact)
@@ -61,7 +61,7 @@ def _scaled(a: Words, by: float, where: npt.NDArray[np.bool_]) -> Words:
 
 
 def _in_turns(a: Words) -> Words:
-    """FMUL.RZ by 1 / 2 pi. A result below 2^-126 may be off, where its size decides nothing."""
+    """FMUL.RZ by 1 / 2 pi. A result below 2^-126 may be inexact, but there its size does not matter."""
     exact = a.view(np.float32).astype(np.float64) * _TURNS_A_RADIAN
     nearest = exact.astype(np.float32)
     wide = nearest.astype(np.float64)
@@ -142,7 +142,7 @@ def ex2(a: Float32, *, ftz: bool = False) -> Float32:
 
 
 def lg2(a: Float32, *, ftz: bool = False) -> Float32:
-    """Base-2 logarithm (9.7.3.20); zero of either sign gives -inf, below zero NaN. Near 1 its precision is absolute."""
+    """Base-2 logarithm (9.7.3.20). Either zero gives -inf, a negative operand NaN. Near 1 its precision is absolute."""
     return _float(mufu.lg2 if ftz else _lg2, a)
 
 
@@ -152,7 +152,7 @@ def rcp(a: Float32, *, ftz: bool = False) -> Float32:
 
 
 def rsqrt(a: Float32, *, ftz: bool = False) -> Float32:
-    """1 / sqrt(a) (9.7.3.16); a zero gives infinity of its sign."""
+    """1 / sqrt(a) (9.7.3.16). A zero gives infinity of its sign."""
     return _float(mufu.rsq if ftz else _rsqrt, a)
 
 
@@ -162,12 +162,12 @@ def sqrt(a: Float32, *, ftz: bool = False) -> Float32:
 
 
 def sin(a: Float32, *, ftz: bool = False) -> Float32:
-    """Sine, `a` in radians (9.7.3.18). `ftz` changes nothing; a huge `a` gives a zero."""
+    """Sine, `a` in radians (9.7.3.18). `ftz` changes nothing. A huge `a` gives a zero."""
     return _float(_sin, a)
 
 
 def cos(a: Float32, *, ftz: bool = False) -> Float32:
-    """Cosine, `a` in radians (9.7.3.19). `ftz` changes nothing; a huge `a` gives 1."""
+    """Cosine, `a` in radians (9.7.3.19). `ftz` changes nothing. A huge `a` gives 1."""
     return _float(_cos, a)
 
 
@@ -182,12 +182,12 @@ def div_full(a: Float32, b: Float32, *, ftz: bool = False) -> Float32:
 
 
 def div_approx(a: Float32, b: Float32, *, ftz: bool = False) -> Float32:
-    """a * (1 / b) (9.7.3.8): a divisor beyond 2^126 counts as infinite."""
+    """a * (1 / b) (9.7.3.8). A divisor beyond 2^126 counts as infinite."""
     return _float(_div_approx_ftz if ftz else _div_approx, a, b)
 
 
 def _f16_of(r: Words) -> Codes16:
-    """f32 bits cut to f16 bits; f16 subnormals stay, 2^16 and above becomes infinite."""
+    """f32 bits truncated to f16 bits. f16 subnormals stay; 2^16 and above becomes infinite."""
     b = r.astype(np.int64)
     s, e, m = (b >> 16) & 0x8000, (b >> 23) & 255, b & 0x7F_FFFF
     small = (m | 1 << 23) >> np.clip(126 - e, 0, 40)
@@ -202,7 +202,7 @@ def _bf16_of(r: Words) -> Codes16:
 
 @cache
 def half(function: Literal["ex2", "tanh"], dtype: Literal["f16", "bf16"]) -> Codes16:
-    """`ex2.approx` and `tanh.approx` of each of the 65536 codes (9.7.4.9, 9.7.4.10): MUFU's f32 result, cut off."""
+    """`ex2.approx` and `tanh.approx` of each of the 65536 codes (9.7.4.9, 9.7.4.10): MUFU's f32 result, truncated."""
     codes = np.arange(1 << 16, dtype=np.uint16)
     if dtype == "f16":
         wide = codes.view(np.float16).astype(np.float32).view(np.uint32)

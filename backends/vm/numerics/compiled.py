@@ -1,6 +1,6 @@
-"""Traced functions as machine code.
+"""Compiles traced functions to machine code.
 
-A call of NumPy on 32 lanes costs a microsecond, and a special function takes 20 to 40 calls; the compiled one takes 2.
+A NumPy call on 32 lanes costs a microsecond, and a special function makes 20 to 40 of them. Compiled, it takes 2 us.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from backends.vm.numerics.traced import INDEX, Traced, holds_addresses
 Words = npt.NDArray[np.uint32]
 
 ENTRY: Final = "entry"
-"""The name of a module's function."""
+"""The name of the function in each module."""
 
 _alive: list[object] = []
 
@@ -39,19 +39,19 @@ def _target_machine(level: int) -> llvm.TargetMachine:
 
 @cache
 def _linker() -> llvm.ExecutionEngine:
-    """One for all: an engine for each function would hold a module, and 0.2 MB, for the life of the process."""
+    """One engine for all functions: an engine each would hold a module, and 0.2 MB, for the life of the process."""
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(1))
 
 
 class CodeShelf(Protocol):
-    """Where machine code lies between processes. It must give back only what this user has put there: it is run."""
+    """A store of machine code across processes. It may return only what this user has stored: the code is run."""
 
     def kept(self, name: str, decoded: Callable[[bytes], bytes]) -> bytes | None:
-        """What `decoded` makes of the content under `name`, None if there is none that can be trusted and decoded."""
+        """`decoded` of the content under `name`; None if there is none that can be trusted and decoded."""
         ...
 
     def keep(self, name: str, content: bytes) -> None:
-        """Puts `content` under `name`, or does without."""
+        """Stores `content` under `name`. May fail silently."""
         ...
 
 
@@ -60,16 +60,16 @@ _addresses: dict[str, int] = {}
 
 
 def keep_between_processes(shelf: CodeShelf | None) -> None:
-    """From now on, look for machine code on `shelf`, and put there what is made."""
+    """From now on, look for machine code in `shelf` and store new code there."""
     global _shelf
     _shelf = shelf
 
 
 def linked(module: ir.Module) -> int:
-    """The address of the function ENTRY of a module of vectors, which is compiled as it is: no pass goes over it first.
+    """The address of the function ENTRY of a module of vectors. The module is compiled without optimisation passes.
 
-    The machine code stays for the life of the process, and on the shelf, under the SHA-256 of the module's text and of
-    what compiles it. To make it takes 2 to 15 ms, to find it a tenth.
+    The machine code stays for the life of the process, and on the shelf under the SHA-256 of the module's text and of
+    its compiler. Compiling takes 2 to 15 ms, a lookup a tenth of that.
     """
     text = str(module)
     digest = hashlib.sha256(f"{_compiler()}\n{text}".encode()).hexdigest()
@@ -95,7 +95,7 @@ def _compiler() -> str:
 
 
 def _loop(function: Callable[..., Any], operands: int) -> ir.Module:
-    """`void f(u32 *a, ..., u32 *result, i64 count)`, which applies `function` to each element."""
+    """`void f(u32 *a, ..., u32 *result, i64 count)`: applies `function` to each element."""
     module, pointer, word = ir.Module("words"), ir.PointerType(), ir.IntType(32)
     made = ir.Function(module, ir.FunctionType(ir.VoidType(), [pointer] * (operands + 1) + [INDEX]), "f")
     *sources, target, count = made.args
@@ -118,9 +118,9 @@ def _loop(function: Callable[..., Any], operands: int) -> ir.Module:
 
 @cache
 def compiled(function: Callable[..., Any], operands: int = 1) -> Callable[..., Words]:
-    """`function` of uint32 arrays of one shape as machine code. Compiles at the first call, which takes 20 to 40 ms.
+    """`function` of uint32 arrays of one shape as machine code. The first call compiles it, in 20 to 40 ms.
 
-    TypeError where the function calls what Traced cannot follow.
+    TypeError where the function does something that Traced cannot follow.
     """
     machine = _target_machine(3)
     module = llvm.parse_assembly(str(_loop(function, operands)))

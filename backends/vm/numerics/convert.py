@@ -2,8 +2,8 @@
 
     conversion("bf16x2", "f32", Modifiers(rounding="rn")).apply(a, b)
 
-Operands and results are bit patterns in unsigned arrays; a result has exactly the destination type's width and is to
-be extended into a wider register by its owner (signed integers by sign, all else by zeros).
+Operands and results are bit patterns in unsigned arrays. A result has exactly the destination type's width; the caller
+extends it into a wider register (signed integers by sign, all else by zeros).
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def _nearest_pair(half: np.dtype[np.generic]) -> Function:
 
 
 def _stochastic_pair(dst: str, modifiers: Modifiers) -> Function:
-    """`.rs`: away from zero where random bits plus dropped bits carry. The bits lie just below the kept mantissa.
+    """`.rs`: rounds away from zero where random bits plus dropped bits carry. They start just below the kept mantissa.
 
-    Where a subnormal f16 drops more than 13 bits the text is silent; the random bits stay aligned at the top.
+    The ISA does not cover a subnormal f16 that drops more than 13 bits. Here the random bits stay aligned at the top.
     """
     fmt, random_bits = _PAIRS[dst], _RANDOM_BITS[dst]
 
@@ -132,15 +132,15 @@ def _stochastic(x: Bits, random: Uint16, random_bits: int, fmt: FloatFormat, mod
 
 
 def _join_bytes(codes: Sequence[Codes]) -> Bits:
-    """Four bytes in one register, the first one highest."""
+    """Four bytes in one register, the first in the highest position."""
     return np.stack(codes[::-1], axis=-1).astype(np.uint8).view(np.uint32)[..., 0]
 
 
 def _four_from_f32(dst: str, modifiers: Modifiers) -> Function:
-    """`.rs` of four floats, highest first; the upper 16 random bits serve the first two, the lower ones the others.
+    """`.rs` of four floats, highest first. The upper 16 random bits serve the first two, the lower ones the others.
 
-    Where more than 16 bits are dropped the text is silent; the random bits lie just below the kept mantissa, which is
-    where they round without a bias.
+    The ISA does not cover dropping more than 16 bits. Here the random bits start just below the kept mantissa, where
+    they round without bias.
     """
     fmt = FORMATS[dst[:-2]]
 
@@ -157,17 +157,17 @@ def _four_from_f32(dst: str, modifiers: Modifiers) -> Function:
 
 @cache
 def _small_codes(dst: str, src: str, relu: bool) -> Uint8:
-    """Code of every f16 or bf16 value. 65536 bytes."""
+    """The `dst` code of every f16 or bf16 code: 65536 bytes."""
     fmt = _PAIRS[src]
     values = decode(np.arange(1 << 16, dtype=np.uint16), fmt)
     return encode(values, FORMATS[dst[:-2]], satfinite=True, relu=relu).astype(np.uint8)
 
 
 def sticky_bf16(a: Bits) -> Uint16:
-    """f32 bits to the upper 16, the last one set if anything below is: bf16 rounded to odd.
+    """The upper 16 of f32 bits, with the last one set if any lower bit is: bf16 rounded to odd.
 
     Its 8 significant bits are at least two more than any format of 8 bits or fewer has, so rounding it again to such a
-    format equals rounding the f32 once; a NaN stays one.
+    format equals rounding the f32 once. A NaN stays a NaN.
     """
     bits = take(a, 32)
     return np.right_shift(bits, _16).astype(np.uint16) | bits.astype(np.uint16).astype(np.bool_)
@@ -226,8 +226,8 @@ def _f16x2_from_small(src: str, modifiers: Modifiers) -> Function:
 def _ue8m0_codes(rounding: str, satfinite: bool) -> Uint8:
     """ue8m0 code of every bf16 code: the exponent of |x|, one more under `rp` if |x| is not a power of two.
 
-    PTX ISA says nothing of the sign, of zero and of |x| < 2^-127: as in the host path of CUDA's own fp8 header, the
-    sign is dropped and the two last give code 0, 2^-127. Not measured.
+    The PTX ISA does not cover the sign, zero, and |x| < 2^-127. As in the host path of CUDA's fp8 header, the sign is
+    dropped, and zero and |x| < 2^-127 give code 0, 2^-127. Not measured.
     """
     magnitude = np.arange(1 << 16) & 0x7FFF
     exponent, mantissa = magnitude >> 7, magnitude & 0x7F
@@ -264,7 +264,7 @@ _S2F6_LEAST, _S2F6_MOST = -128, 127
 
 
 def _scale_factors(scales: tuple[Bits, ...]) -> tuple[Float64, Float64]:
-    """The two ue8m0 factors of `.scaled::n2::ue8m0`, the upper one first; 1 without an operand."""
+    """The two ue8m0 factors of `.scaled::n2::ue8m0`, the upper one first. 1 without an operand."""
     if not scales:
         return np.ones(1), np.ones(1)
     pair = take(scales[0], 16).astype(np.int64)
@@ -274,7 +274,7 @@ def _scale_factors(scales: tuple[Bits, ...]) -> tuple[Float64, Float64]:
 
 
 def _s2f6(values: Float64, relu: bool) -> Uint16:
-    """Codes of 8 bits, two's complement with six of fraction (PTX ISA 5.2.4). NaN, of which nothing is said, gives 0,
+    """8-bit two's complement codes with six fraction bits (PTX ISA 5.2.4). The ISA does not cover NaN; it gives 0 here,
     as in a conversion to an integer."""
     scaled = np.where(np.isnan(values), 0.0, np.rint(values * _S2F6_ONE))
     codes = np.clip(scaled, 0 if relu else _S2F6_LEAST, _S2F6_MOST).astype(np.int64)
@@ -321,7 +321,7 @@ def _bf16x2_from_bytes(src: str, modifiers: Modifiers) -> Function:
 
 
 def packed_rules() -> dict[tuple[str, str], Rule]:
-    """Rules for every pair of types of which one is packed."""
+    """Rules for every pair of types where one is packed."""
     rn, relu, satfinite = frozenset({"rn"}), frozenset({"relu"}), frozenset({"satfinite"})
     rules: dict[tuple[str, str], Rule] = {}
     for dst in _PAIRS:
@@ -357,12 +357,12 @@ RULES: dict[tuple[str, str], Rule] = {**scalar_rules(), **packed_rules()}
 
 
 class UnknownConversionError(LookupError):
-    """No such `cvt`; the message says what is wrong with it and what there is."""
+    """No such `cvt`. The message says what is wrong and what exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A conversion ready to run: `apply` takes `operands` arrays of source bits and returns destination bits."""
+    """A conversion ready to run. `apply` takes `operands` arrays of source bits and returns destination bits."""
 
     dst: str
     src: str
@@ -371,7 +371,7 @@ class Conversion:
 
 
 def conversion(dst: str, src: str, modifiers: Modifiers) -> Conversion:
-    """The conversion that `cvt.MODIFIERS.dst.src` names; UnknownConversionError if there is none."""
+    """The conversion `cvt.MODIFIERS.dst.src`. UnknownConversionError if there is none."""
     rule = RULES.get((dst, src))
     spelling = ".".join(word for word in ("cvt", modifiers.rounding, *sorted(modifiers.flags), dst, src) if word)
     if rule is None:

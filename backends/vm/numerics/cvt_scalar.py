@@ -52,7 +52,7 @@ SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 
 @dataclass(frozen=True, slots=True)
 class Modifiers:
-    """The words between `cvt` and the types: `rounding` without its dot, "" if absent; `scaled`: .scaled::n2::ue8m0."""
+    """The words between `cvt` and the types. `rounding` has no dot, "" if absent. `scaled`: .scaled::n2::ue8m0."""
 
     rounding: str = ""
     ftz: bool = False
@@ -68,7 +68,7 @@ class Modifiers:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One (destination, source) pair: the modifiers it takes, the operands it reads, how to make its function."""
+    """One (destination, source) pair: its modifiers, its operands, and how to make its function."""
 
     roundings: frozenset[str]
     flags: frozenset[str]
@@ -78,7 +78,7 @@ class Rule:
 
 
 def take(operand: Bits, bits: int) -> Bits:
-    """The low `bits` bits; a source register may be wider than the type (PTX ISA 9.7.9.21, Notes)."""
+    """The low `bits` bits, because a source register may be wider than the type (PTX ISA 9.7.9.21, Notes)."""
     return operand.astype(UNSIGNED[bits], copy=False)
 
 
@@ -89,12 +89,12 @@ _TO_INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil
 _DIRECTED = frozenset({"rn", "rz", "rm", "rp"})
 _NEAREST_OR_ZERO = frozenset({"rn", "rz"})
 _F32_NAN = np.uint32(F32.nan)
-# A zero-dimensional array as an operand costs half of what a NumPy scalar does.
+# A zero-dimensional array as an operand costs half as much as a NumPy scalar.
 _16 = np.array(16, np.uint32)
 
 
 def flush_f32(values: Float64) -> Float64:
-    """Values that are subnormal in f32 become zero of the same sign."""
+    """Values subnormal in f32 become zero of the same sign."""
     return np.where(np.abs(values) < 2.0**-126, np.copysign(0.0, values), values)
 
 
@@ -102,7 +102,7 @@ def bf16_nearest(a: Bits) -> npt.NDArray[np.uint16]:
     """cvt.rn.bf16.f32; `a` are f32 bits."""
     x = a.view(np.float32)
     if is_traced(a):
-        # ml_dtypes cannot be followed. A carry out of the mantissa is the next exponent, or infinity.
+        # ml_dtypes cannot be traced. A carry out of the mantissa gives the next exponent, or infinity.
         return _canonical(x, ((a + np.uint32(0x7FFF) + (a >> _16 & np.uint32(1))) >> _16).astype(np.uint16))
     return _canonical(x, x.astype(ml_dtypes.bfloat16).view(np.uint16))
 
@@ -203,7 +203,7 @@ def _float_to_float(dst: str, src: str, modifiers: Modifiers) -> Function:
 
 
 def _keeping_payloads(convert: Function) -> Function:
-    """A NaN of f64 becomes a quiet one of f32 with its sign and upper payload, as on an H200 (conformance/silicon)."""
+    """An f64 NaN becomes a quiet f32 NaN with its sign and upper payload, as on an H200 (conformance/silicon)."""
 
     def kept(a: Bits) -> Bits:
         codes, wide = convert(a), take(a, 64).view(np.uint64)

@@ -1,8 +1,8 @@
 """Single-precision arithmetic (PTX ISA 9.7.3): correctly rounded, subnormals kept unless `ftz`, one NaN pattern.
 
-Measured on an H200 (facts.md 7.3): every NaN result is 0x7FFFFFFF, min and max order -0 below +0. A `.f32x2` operand
-is two float32 values, low word first: view the 64-bit array as float32 and call the same function.
-The common case, round to nearest without flushing, has functions of its own (`add_rn`, ...) with no options to read.
+Measured on an H200 (facts.md 7.3): every NaN result is 0x7FFFFFFF, and min and max order -0 below +0. A `.f32x2`
+operand is two float32 values, low word first: view the 64-bit array as float32 and call the same function.
+The common case, round to nearest without flushing, has its own functions (`add_rn`, ...) without options to check.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ABOVE_28_BITS = np.array(36, np.int64)
 
 
 def canonical(r: Float32) -> Float32:
-    """`r` with every NaN replaced by 0x7FFFFFFF. A sum of squares is NaN only if a term is, and is cheap to form."""
+    """`r` with every NaN replaced by 0x7FFFFFFF. Tests by a sum of squares: cheap, and NaN only if a term is."""
     flat = r.ravel()
     squares = flat.dot(flat)
     return np.where(np.isnan(r), NAN, r) if squares != squares else r
@@ -64,8 +64,8 @@ def mul_rn(a: Float32, b: Float32) -> Float32:
 def fma_rn(a: Float32, b: Float32, c: Float32) -> Float32:
     """a * b + c rounded once.
 
-    The product is exact in float64, the sum is not: rounding it again to float32 errs only where the float64 sum lies
-    exactly halfway between two float32 values, and such a sum has 28 zero bits at its end.
+    The product is exact in float64, the sum is not. Rounding it again to float32 errs only where the float64 sum is
+    exactly halfway between two float32 values, and such a sum ends in 28 zero bits.
     """
     if is_traced(a):
         return canonical(fused(a, b, c))
@@ -119,10 +119,10 @@ def fma(
 
 
 def _flush_rounded(r: Float32, exact: Float64, rounding: Rounding) -> Float32:
-    """`r` with `.ftz`: what is below 2^-126 once `exact` is rounded to 24 bits with no bound on the exponent is zero.
+    """`r` with `.ftz`: zero if `exact`, rounded to 24 bits with an unbounded exponent, is below 2^-126.
 
     Rounding in the subnormal grid first would keep 2^-126 (1 - 2^-25), which an H200 flushes (facts.md 7.3).
-    `exact` may be rounded to odd: 53 bits compare with these bounds as the exact value does.
+    `exact` may be rounded to odd: its 53 bits compare with these bounds like the exact value.
     """
     size = np.abs(exact)
     below = size < SMALLEST_KEPT_RN if rounding == "rn" else size < _SMALLEST_KEPT_RZ
@@ -155,7 +155,7 @@ def div(a: Float32, b: Float32, *, rounding: Rounding = "rn", ftz: bool = False)
     r = a / b
     if rounding != "rn":
         wide = b.astype(np.float64)
-        # Quotient times divisor has 48 bits and the remainder fewer, so both are exact in float64.
+        # Quotient times divisor has 48 bits and the remainder fewer: both are exact in float64.
         r = directed(r, (a.astype(np.float64) - r.astype(np.float64) * wide) * np.sign(wide), rounding)
     return _finish(canonical(r), ftz, False)
 
@@ -216,7 +216,7 @@ def max_num(a: Float32, b: Float32) -> Float32:
 def _pick(choose: np.ufunc, merge: np.ufunc, a: Float32, b: Float32) -> Float32:
     r = choose(a, b)
     if is_traced(r) or count_nonzero(r) != r.size:
-        # Equal operands have equal bits unless they are zeros of unlike sign: there OR is -0 and AND is +0.
+        # Equal operands differ in bits only if they are zeros of opposite sign: there OR gives -0 and AND gives +0.
         r = np.where(a == b, merge(a.view(np.uint32), b.view(np.uint32)).view(np.float32), r)
     return canonical(r)
 
@@ -251,7 +251,7 @@ def absolute(a: Float32, *, ftz: bool = False) -> Float32:
 
 
 def copysign(a: Float32, b: Float32) -> Float32:
-    """The magnitude of `b` with the sign of `a` (PTX ISA 9.7.3.2: the operands are in this order)."""
+    """The magnitude of `b` with the sign of `a`, in the ISA's operand order (PTX ISA 9.7.3.2)."""
     return np.copysign(b, a)
 
 

@@ -1,7 +1,7 @@
-"""Double-precision arithmetic (PTX ISA 9.7.3). Rare in these kernels, so exact fractions rather than speed.
+"""Double-precision arithmetic (PTX ISA 9.7.3). It is rare in these kernels, so it uses exact fractions, not speed.
 
-A NaN operand passes through quieted, payload and sign kept; of several the last one does, of fma's b before c
-before a (facts.md 7.5). An invalid operation gives NumPy's NaN, which is the H200's.
+A NaN operand passes through quieted, with its payload and sign. Of several the last one wins; for fma the order is b
+before c before a (facts.md 7.5). An invalid operation gives NumPy's NaN, the same as an H200's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fma(a: Float64, b: Float64, c: Float64, *, rounding: Rounding = "rn") -> Flo
 
 
 def _nan_of(r: Float64, *operands: Float64) -> Float64:
-    """`r`, or the last operand that is NaN, quieted."""
+    """The last NaN among the operands, quieted; `r` if there is none."""
     for one in operands:
         if np.isnan(one).any():
             r = np.where(np.isnan(one), quiet(one), r)
@@ -49,7 +49,7 @@ def _nan_of(r: Float64, *operands: Float64) -> Float64:
 
 
 def quiet(a: Float64) -> Float64:
-    """NaN with the top bit of its fraction set; other values as they are."""
+    """Each NaN with the top fraction bit set. Other values are unchanged."""
     return np.where(np.isnan(a), (a.view(np.uint64) | _QUIET).view(np.float64), a)
 
 
@@ -64,9 +64,9 @@ def absolute(a: Float64) -> Float64:
 
 
 def rsqrt(a: Float64) -> Float64:
-    """`rsqrt.approx.f64` (9.7.3.16): a 20-bit seed and one step of third order, each multiply-add rounded once.
+    """`rsqrt.approx.f64` (9.7.3.16): a 20-bit seed and one third-order step, each multiply-add rounded once.
 
-    The order of the operations was found by trying: it gives an H200's bits (conformance/silicon/lanewise).
+    The order of operations was found by trial. It gives an H200's bits (conformance/silicon/lanewise).
     """
     plain = 1.0 / np.sqrt(a)
     scale = np.where(np.abs(a) < _SMALLEST_NORMAL, 2.0**54, 1.0)

@@ -1,4 +1,4 @@
-"""Binary floating-point formats: codes to values, values to codes under a rounding mode, and how values compare."""
+"""Binary floating-point formats: decode codes, encode values under a rounding mode, and compare values."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _ONE = np.uint64(1)
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat:
-    """A format of at most 32 bits: sign, exponent, mantissa, from the top bit down.
+    """A format of at most 32 bits: sign, exponent and mantissa from the top bit down.
 
-    `nan` is the code that a conversion writes for NaN (PTX ISA 9.7.9.21 for the four- and six-bit formats, which have
-    none and take +maximum; measured on an H200 for the others, facts.md 7.2). `infinity` is None where there is none.
+    `nan` is the code that a conversion writes for NaN, measured on an H200 (facts.md 7.2). The four- and six-bit
+    formats have no NaN and use +maximum (PTX ISA 9.7.9.21). `infinity` is None where there is none.
     """
 
     name: str
@@ -84,7 +84,7 @@ def _values(fmt: FloatFormat) -> Float64:
 
 
 def decode(codes: npt.NDArray[np.unsignedinteger], fmt: FloatFormat) -> Float64:
-    """The exact value of each code, as float64; bits above the format's width must be zero."""
+    """The exact value of each code as float64. Bits above the format's width must be zero."""
     if fmt is F32:
         return codes.astype(np.uint32).view(np.float32).astype(np.float64)
     return taken(_values(fmt), codes)
@@ -93,11 +93,11 @@ def decode(codes: npt.NDArray[np.unsignedinteger], fmt: FloatFormat) -> Float64:
 def encode(
     values: Float64, fmt: FloatFormat, rounding: Rounding = "rn", *, satfinite: bool = False, relu: bool = False
 ) -> Codes:
-    """The code of each value, rounded once; subnormals are kept, zero keeps its sign.
+    """The code of each value, rounded once. Subnormals are kept and zero keeps its sign.
 
-    Overflow goes to infinity or to the maximum as the rounding mode has it, and always to the maximum with `satfinite`
-    or where the format has no infinity. NaN gives `fmt.nan` with the sign dropped. `relu` gives +0 for a negative
-    result and leaves NaN (facts.md 7.2). A value that is itself inexact must have been rounded to odd.
+    Overflow gives infinity or the maximum by rounding mode, and always the maximum with `satfinite` or in a format
+    without infinity. NaN gives `fmt.nan` with the sign dropped. `relu` gives +0 for a negative result and leaves NaN
+    (facts.md 7.2). A value that is itself inexact must have been rounded to odd.
     """
     bits = (values if is_traced(values) else np.asarray(values, dtype=np.float64)).view(np.uint64)
     negative = (bits >> np.uint64(63)).astype(bool)
@@ -154,8 +154,8 @@ def _overflow(
 def add_to_odd(a: Float64, b: Float64) -> Float64:
     """a + b rounded to odd, so that rounding the result to 51 bits or fewer gives the once-rounded sum.
 
-    Knuth's two-sum yields the exact error; an inexact sum with an even last bit moves one unit towards the error.
-    Exact while neither sum nor error leaves the normal range of float64; infinities and NaN come out as in a + b.
+    Knuth's two-sum yields the exact error. An inexact sum with an even last bit moves one unit towards the error.
+    Exact while sum and error stay in the normal range of float64. Infinities and NaN come out as in a + b.
     """
     total = a + b
     seen = total - a
@@ -169,9 +169,9 @@ def add_to_odd(a: Float64, b: Float64) -> Float64:
 
 
 def directed(nearest: npt.NDArray[_Float], excess: Float64, rounding: Rounding) -> npt.NDArray[_Float]:
-    """Moves a round-to-nearest result to the neighbour that `rounding` asks for.
+    """Moves a round-to-nearest result to the neighbour that `rounding` requires.
 
-    `excess` has the sign of exact value minus `nearest`; where it is NaN the result was exact (an infinity, a NaN).
+    `excess` has the sign of the exact value minus `nearest`. NaN means that the result is exact (an infinity, a NaN).
     """
     if rounding == "rn":
         return nearest
@@ -197,7 +197,7 @@ def _numbers(a: Float, b: Float) -> Truth:
     return (a == a) & (b == b)
 
 
-# An ordered comparison is false if an operand is NaN, an unordered one (`u`) true.
+# With a NaN operand an ordered comparison is false and an unordered one (`u`) is true.
 COMPARISONS: dict[str, Callable[[Float, Float], Truth]] = {
     "eq": np.equal,
     "ne": _ordered_unequal,

@@ -1,6 +1,6 @@
-"""Half-precision arithmetic (PTX ISA 9.7.4) and its mixture with f32 (9.7.5), each result rounded once.
+"""Half-precision arithmetic (PTX ISA 9.7.4), also mixed with f32 (9.7.5). Each result is rounded once.
 
-Operands and results are 16-bit codes, `fmt` is `formats.F16` or `formats.BF16`. A `.f16x2` or `.bf16x2` operand is two
+Operands and results are 16-bit codes; `fmt` is `formats.F16` or `formats.BF16`. A `.f16x2` or `.bf16x2` operand is two
 codes, low half first: view the 32-bit array as uint16 and call the same function. Every NaN result is 0x7FFF (measured
 on an H200, facts.md 7.2 and 7.3). `ftz` exists for f16 only.
 """
@@ -80,7 +80,7 @@ def mul(a: Codes16, b: Codes16, fmt: FloatFormat, *, ftz: bool = False, sat: boo
     if ftz:
         a, b = flush(a, fmt), flush(b, fmt)
     if fmt is F16:
-        # Exact in float32: 22 bits, and no exponent below -48.
+        # The product is exact in float32: 22 bits, and no exponent below -48.
         x, y = (one.view(np.float16).astype(np.float32) for one in (a, b))
         return _finish(x * y, fmt, ftz, sat, False)
     return _finish(decode(a, fmt) * decode(b, fmt), fmt, ftz, sat, False)
@@ -125,7 +125,7 @@ def _extreme(
 ) -> Codes16:
     chosen = choose(widen(a, fmt), widen(b, fmt), nan=nan, abs=xorsign_abs)
     r = encode(chosen.astype(np.float64), fmt).astype(np.uint16)
-    # The sign of a NaN operand counts too, and widening drops it.
+    # Signs come from the codes, because a NaN operand's sign counts too and widening drops it.
     return np.where(np.isnan(chosen), r, (r & ~_SIGN) | ((a ^ b) & _SIGN)) if xorsign_abs else r
 
 
@@ -134,7 +134,7 @@ REDUCTIONS: dict[str, Callable[[Codes16, Codes16, FloatFormat], Codes16]] = {
     "min": minimum,
     "max": maximum,
 }
-"""How atomics and bulk reductions combine halves: subnormals are kept (`.noftz`)."""
+"""How atomics and bulk reductions combine halves. Subnormals are kept (`.noftz`)."""
 
 
 def negate(a: Codes16, fmt: FloatFormat, *, ftz: bool = False) -> Codes16:

@@ -1,14 +1,14 @@
 """MUFU, the special-function unit of an H200 (sm_90a), bit for bit: bits in, bits out (facts.md 7.4).
 
 One datapath serves all functions: (C0 + C1 x + C2 T(x)) 2^-q, truncated. The leading mantissa bits choose the row
-(C0, C1, C2): 128 rows for the reciprocal, 64 a binade for the others, uneven ones for tanh. x holds the 17 mantissa
-bits below (16 for the reciprocal). T(x) is x^2 from a squarer that drops every partial product below 2^19.
+(C0, C1, C2): 128 rows for the reciprocal, 64 per binade for the others, uneven rows for tanh. x is the next 17 mantissa
+bits (16 for the reciprocal). T(x) is x^2 from a squarer that drops every partial product below 2^19.
 
-The tables were solved from an H200's outputs, and the functions agree with it for every one of the 2^32 inputs
-(conformance/silicon/numerics/mufu_hashes.npz). That Blackwell's unit holds the same tables is an assumption.
+The tables were solved from an H200's outputs, and the functions agree with it for all 2^32 inputs
+(conformance/silicon/numerics/mufu_hashes.npz). That Blackwell has the same tables is an assumption.
 
-Functions take and give uint32 arrays of any shape. They use only what `traced.Traced` can follow, so that
-`compiled.compiled` makes machine code of them.
+Functions take and return uint32 arrays of any shape. They use only what `traced.Traced` can follow, so that
+`compiled.compiled` can turn them into machine code.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ _EX2: Final = _Polynomial(_TABLES["ex2"])
 _LG2: Final = _Polynomial(_TABLES["lg2"])
 _SIN: Final = _Polynomial(_TABLES["sin"])
 _TANH: Final = _Polynomial(_TABLES["tanh"])
-# Rows 0 to 63 hold the odd exponents, 64 to 127 the even ones: the row is the 7 bits that end with the exponent's last.
+# Rows 0 to 63 are for odd exponents, 64 to 127 for even ones: the 7-bit row starts with the exponent's last bit.
 _RSQ: Final = _Polynomial(np.concatenate([_TABLES["rsqrt1"], _TABLES["rsqrt0"]]))
 _SQRT: Final = _Polynomial(np.concatenate([_TABLES["sqrt1"] * 2, _TABLES["sqrt0"]]))
-# By exponent, 119 to 129: how many mantissa bits are dropped, and the first row.
+# By exponent, 119 to 129: the number of dropped mantissa bits, and the first row.
 _TANH_SHIFT: Final = np.array([6, 6, 6, 5, 5, 4, 4, 4, 3, 2, 3], np.int64)
 _TANH_FIRST: Final = np.array([0, 1, 2, 3, 5, 7, 11, 15, 19, 27, 43], np.int64)
 
 
 def _split(a: Words) -> tuple[Int64, Int64, Int64]:
-    """Sign in place, biased exponent, mantissa."""
+    """Sign (in place), biased exponent and mantissa."""
     b = a.astype(np.int64)
     return b & _SIGN, (b >> 23) & 255, b & _MASK
 
@@ -89,13 +89,13 @@ def _or_nan(a: Words, r: Int64) -> Words:
 
 
 def _truncated(value: Int64, q: int) -> Int64:
-    """The bits of value 2^-q, 0 <= value < 2^53, truncated to single precision; 0 gives +0."""
+    """The bits of value 2^-q, 0 <= value < 2^53, truncated to single precision. 0 gives +0."""
     bits = value.astype(np.float64).view(np.int64) >> 29
     return np.where(value == 0, 0, bits - ((1023 - 127 + q) << 23))
 
 
 def rcp(a: Words) -> Words:
-    """1 / a. Subnormal operands count as zero; results below 2^-126 become zero."""
+    """1 / a. Subnormal operands count as zero. Results below 2^-126 become zero."""
     s, e, m = _split(a)
     r = ((253 - e) << 23) + (_RCP.at(m >> 16, (m & 0xFFFF) << 1) >> 15) - _ONE
     r = np.where(r < _ONE, 0, r)
@@ -103,10 +103,10 @@ def rcp(a: Words) -> Words:
 
 
 def rsq(a: Words) -> Words:
-    """1 / sqrt(a). Subnormal operands count as zero; below zero gives NaN."""
+    """1 / sqrt(a). Subnormal operands count as zero. A negative operand gives NaN."""
     s, e, m = _split(a)
     f = _RSQ.at((a.astype(np.int64) >> 17) & 127, m & 0x1FFFF) >> 16
-    # An even power of two is exact, and the polynomial a unit short of it.
+    # An even power of two is exact; the polynomial is one unit short there.
     f = np.where((m == 0) & ((e & 1) == 1), 2 * _ONE, f)
     r = ((126 - ((e - 127) >> 1)) << 23) + f - _ONE
     r = np.where(s != 0, 0x7FFF_FFFF, np.where(e == 255, 0, r))
@@ -114,7 +114,7 @@ def rsq(a: Words) -> Words:
 
 
 def sqrt(a: Words) -> Words:
-    """The square root. Subnormal operands count as zero; below zero gives NaN."""
+    """The square root. Subnormal operands count as zero. A negative operand gives NaN."""
     s, e, m = _split(a)
     f = _SQRT.at((a.astype(np.int64) >> 17) & 127, m & 0x1FFFF) >> 17
     r = ((127 + ((e - 127) >> 1)) << 23) + f - _ONE
@@ -123,7 +123,7 @@ def sqrt(a: Words) -> Words:
 
 
 def ex2(a: Words) -> Words:
-    """2^a. The operand is cut to 23 fraction bits; results below 2^-126 become zero."""
+    """2^a. The operand is truncated to 23 fraction bits. Results below 2^-126 become zero."""
     s, e, m = _split(a)
     n = e - 127
     v = (m | _ONE) << np.minimum(np.maximum(n, 0), 8) >> np.minimum(np.maximum(-n, 0), 40)
@@ -137,7 +137,7 @@ def ex2(a: Words) -> Words:
 
 
 def lg2(a: Words) -> Words:
-    """The base-2 logarithm. Subnormal operands count as zero and give -inf; below zero gives NaN."""
+    """The base-2 logarithm. Subnormal operands count as zero and give -inf. A negative operand gives NaN."""
     s, e, m = _split(a)
     n = e - 127
     f = _LG2.at(m >> 17, m & 0x1FFFF) >> 2
@@ -190,12 +190,12 @@ def _split64(high: Words) -> tuple[Int64, Int64, Int64]:
 
 
 def _or_nan64(high: Words, r: Int64) -> Words:
-    """As _or_nan for high words of doubles; a NaN whose high fraction is zero counts as an infinity."""
+    """As _or_nan for high words of doubles. A NaN whose high fraction is zero counts as an infinity."""
     return np.where((high & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7FF0_0000), NAN, r.astype(np.uint32))
 
 
 def rcp64h(high: Words) -> Words:
-    """The high word of 1 / x from the high word of x. The unit reads no low word and gives zero for it."""
+    """The high word of 1 / x from the high word of x. The unit does not read the low word and returns zero for it."""
     s, e, m = _split64(high)
     r = ((2045 - e) << 20) + (_RCP.at(m >> 13, (m & 0x1FFF) << 4) >> 18) - (1 << 20)
     r = np.where(r < 1 << 20, 0, r)

@@ -1,10 +1,10 @@
-"""A NumPy function followed: it runs once on symbolic operands and leaves LLVM IR behind.
+"""Traces a NumPy function: it runs once on symbolic operands and emits LLVM IR.
 
-The NumPy source stays the only description of what is computed, so that tests of it speak of the machine code too.
-A Traced is one value or an array of a fixed shape, which is one LLVM vector: [32] or [32, n], the lanes of a warp.
+The NumPy source stays the only description of the computation, so its tests cover the machine code too. A Traced is one
+value, or an array of fixed shape held in one LLVM vector: [32] or [32, n], for the lanes of a warp.
 
-What cannot be followed is a TypeError: a decision that depends on values above all. Shortcuts that ask how many
-elements need care take `is_traced` for a yes.
+TypeError for anything that cannot be traced, above all a branch on values. A shortcut that first counts the elements
+that need care must take the long way if `is_traced`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _OF_BOOLS: Final[Mapping[np.ufunc, np.ufunc | None]] = {
     np.add: np.logical_or, np.multiply: np.logical_and, np.subtract: None, np.negative: None, np.floor_divide: None,
     np.fmod: None, np.left_shift: None, np.right_shift: None,
 }  # fmt: skip
-"""What NumPy does with bools; None where that is no bool, or an error."""
+"""The operation that NumPy applies to bools; None where NumPy raises an error or the result is not a bool."""
 _TABLES: Final[list[npt.NDArray[Any]]] = []
-"""Machine code reads them, so they stay."""
+"""Keeps tables alive, because machine code reads them."""
 _BOUND: Final[WeakSet[Any]] = WeakSet()
-"""The modules that say where tables lie."""
+"""Modules that contain the addresses of tables."""
 _QUOTIENTS: Final = {np.floor_divide: ("sdiv", "udiv"), np.fmod: ("srem", "urem")}
 
 
@@ -57,24 +57,24 @@ def llvm_type(dtype: npt.DTypeLike, shape: Shape = ()) -> Any:
 
 
 def holds_addresses(module: ir.Module) -> bool:
-    """Whether `module` means something in this process alone."""
+    """Whether `module` contains addresses and is valid only in this process."""
     return module in _BOUND
 
 
 def is_traced(a: object) -> bool:
-    """Whether `a` is followed, so that nothing can be said about its values."""
+    """Whether `a` is traced: its values are unknown."""
     return isinstance(a, Traced)
 
 
 @cache
 def _need_halves() -> None:
-    """TypeError where the processor does not convert float16: LLVM would call a function that nobody has."""
+    """TypeError if the processor cannot convert float16: LLVM would call a library function that is missing here."""
     if not llvm.get_host_cpu_features().get("f16c"):
         raise TypeError("this processor does not convert float16")
 
 
 class Traced(np.lib.mixins.NDArrayOperatorsMixin):
-    """A value while a function is traced. Follows NumPy's operators, comparisons, minimum, maximum, where, astype."""
+    """A symbolic value. Supports NumPy's operators, comparisons, minimum, maximum, where and astype."""
 
     def __init__(self, builder: ir.IRBuilder, dtype: npt.DTypeLike, value: Any, shape: Shape = ()) -> None:
         self.builder, self.dtype, self._value, self.shape = builder, np.dtype(dtype), value, shape
@@ -101,7 +101,7 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         return self._made(dtype, number, shape)
 
     def _broadcast(self, source: object, shape: Shape | None = None) -> Traced:
-        """`source` in the shape `shape`, by default that of this value. Each lane's value goes to all its elements."""
+        """`source` in `shape` (default: this value's). A lane's single value is repeated for all its elements."""
         shape = self.shape if shape is None else shape
         if not isinstance(source, Traced):
             return self._constant(source, np.asarray(source).dtype, shape)
@@ -118,7 +118,7 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         return self._made(source.dtype, self.builder.shuffle_vector(source.value, source.value, mask), shape)
 
     def _alike(self, *operands: object, shape: Shape | None = None) -> list[Traced]:
-        """The operands in the type that NumPy promotes them to; Python's numbers take that of the others."""
+        """The operands in the type that NumPy promotes them to. Python numbers take the type of the others."""
         dtype = np.result_type(*[one.dtype if isinstance(one, Traced) else one for one in operands])  # type: ignore[arg-type]
         if shape is None:
             shape = np.broadcast_shapes(*[one.shape for one in operands if isinstance(one, Traced)])
@@ -130,7 +130,7 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
     def astype(self, dtype: npt.DTypeLike, *, copy: bool = True) -> Traced:
         """As ndarray.astype: integers extend by their sign, floats convert exactly or round to nearest.
 
-        A float that an integer is made of must lie in its range.
+        A float converted to an integer must be in the integer's range.
         """
         to, b, old = np.dtype(dtype), self.builder, self.dtype
         if to == old:
@@ -167,11 +167,11 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         return self
 
     def dot(self, other: Traced) -> float:
-        """NaN: a shortcut that asks by a sum of squares whether any element is NaN must look at each."""
+        """NaN, so that a shortcut that tests a sum of squares for NaN goes on to test each element."""
         return np.nan
 
     def intrinsic(self, name: str, *operands: Any) -> Any:
-        """LLVM's `name` of LLVM values of one type, which is that of the result."""
+        """LLVM's intrinsic `name` of LLVM values of one type, which is also the result's type."""
         kind, module = operands[0].type, self.builder.module
         element = kind.element if isinstance(kind, ir.VectorType) else kind
         spelt = element.intrinsic_name if element is kind else f"v{kind.count}{element.intrinsic_name}"
@@ -255,7 +255,7 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         raise TypeError(f"np.{ufunc.__name__} cannot be traced on {a.dtype}")
 
     def _shifted(self, ufunc: np.ufunc, a: Traced, by: Traced) -> Traced:
-        """As NumPy: by the width or more, all bits are those that move in. LLVM leaves that open."""
+        """Shifts as NumPy does: a shift by the width or more leaves only shifted-in bits, undefined in LLVM."""
         b, bits = self.builder, 8 * a.dtype.itemsize
         arithmetic = ufunc is np.right_shift and a.dtype.kind == "i"
         unsigned = by.astype(f"u{by.dtype.itemsize}")
@@ -266,9 +266,9 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         return shifted if arithmetic else cast("Traced", np.where(inside, shifted, 0))
 
     def _quotient(self, ufunc: np.ufunc, a: Traced, by: Traced) -> Traced:
-        """Of integers, where `by` is not 0: rounded down, and the rest of what is rounded towards zero.
+        """Integer floor_divide (rounds down) and fmod (remainder of truncated division), for `by` other than 0.
 
-        A processor stops at the least integer by -1.
+        The least integer divided by -1 would trap, so -1 is handled apart.
         """
         b, signed = self.builder, a.dtype.kind == "i"
         if not signed:
@@ -301,7 +301,7 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         raise TypeError(f"np.{function.__name__} cannot be traced")
 
     def of(self, table: npt.NDArray[Any]) -> Traced:
-        """The elements of `table` at these indices. The code reads the table where NumPy has it."""
+        """The elements of `table` at these indices. The code reads NumPy's own memory."""
         _TABLES.append(table)
         _BOUND.add(self.builder.module)
         b, element = self.builder, llvm_type(table.dtype)
@@ -321,10 +321,10 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def fused(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c of traced floats of one type and shape, rounded once."""
+    """a * b + c, rounded once, of traced floats of one type and shape."""
     return Traced(a.builder, a.dtype, a.intrinsic("fma", a.value, b.value, c.value), a.shape)
 
 
 def taken(table: npt.NDArray[Any], index: Any) -> Any:
-    """`table[index]`, for an array of indices or a traced one: NumPy does not ask its indices."""
+    """`table[index]` for an array of indices or a traced one. NumPy offers indices no hook to trace this."""
     return index.of(table) if isinstance(index, Traced) else table[index]

@@ -1,9 +1,9 @@
-"""What the parser yields: a PTX module with scopes resolved, before any meaning is given to an opcode.
+"""The parser's result: a PTX module with scopes resolved, before any opcode has a meaning.
 
 Nested `{ }` scopes are flattened: registers, variables and labels that an inner scope declares are renamed so that
-every name is unique within its function. An `Instruction` keeps its dotted spelling in parts, so that
-`tcgen05.mma.cta_group::1.kind::f16` is ("tcgen05", "mma", "cta_group::1", "kind::f16"); which prefix is the opcode is
-the instruction table's business.
+every name is unique within its function. An `Instruction` keeps its dotted spelling in parts:
+`tcgen05.mma.cta_group::1.kind::f16` is ("tcgen05", "mma", "cta_group::1", "kind::f16"). The instruction table decides
+which prefix is the opcode.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 
 class Node(msgspec.Struct, frozen=True, gc=False, tag_field="node", tag=True, array_like=True):
-    """A part of a module. msgspec writes and reads it as JSON: a list that begins with the name of the class."""
+    """A part of a module. msgspec encodes it as a JSON list that begins with the class name."""
 
 
 class Register(Node, frozen=True):
@@ -24,7 +24,7 @@ class Register(Node, frozen=True):
 
 
 class Immediate(Node, frozen=True):
-    """A literal. `value` is the integer as written (sign kept); for 0f/0d literals it is the bit pattern."""
+    """A literal. `value` is the integer as written, with its sign, or the bit pattern of a float."""
 
     value: int
     kind: str = "int"  # "int", "f32" (0fXXXXXXXX), "f64" (0dX16, or a decimal point)
@@ -38,11 +38,11 @@ class Symbol(Node, frozen=True):
 
 
 class Sink(Node, frozen=True):
-    """The operand `_`: a destination that is thrown away."""
+    """The operand `_`: a discarded destination."""
 
 
 class Negated(Node, frozen=True):
-    """`!%p`, a predicate source read inverted."""
+    """`!%p`: the inverse of a predicate source."""
 
     operand: Register
 
@@ -61,9 +61,9 @@ class Pair(Node, frozen=True):
 
 
 class Address(Node, frozen=True):
-    """`[base + offset]`; for tensor copies `[base, {coordinates}]` or `[base, {..}, {..}]` fills `coordinates`.
+    """`[base + offset]`. Tensor copies write `[base, {coordinates}]` or `[base, {..}, {..}]`: see `coordinates`.
 
-    Absolute addresses `[imm]` have an Immediate as base.
+    The base of an absolute address `[imm]` is an Immediate.
     """
 
     base: Register | Symbol | Immediate
@@ -82,7 +82,7 @@ class Guard(Node, frozen=True):
 
 
 class Instruction(Node, frozen=True):
-    """One instruction. `line` counts from 1 in the PTX text; `text` is its source, whitespace collapsed."""
+    """One instruction. `line` counts from 1 in the PTX text; `text` is its source with whitespace collapsed."""
 
     parts: tuple[str, ...]
     operands: tuple[Operand, ...]
@@ -99,7 +99,7 @@ class Instruction(Node, frozen=True):
 class InitialAddress(Node, frozen=True):
     """The 8 bytes at `offset` of a variable hold the address of `symbol` plus `addend`.
 
-    `generic`: the address is in the generic space, by `generic(symbol)`; otherwise it is in the symbol's own space.
+    `generic`: the initialiser is `generic(symbol)`, a generic address. Otherwise it is in the symbol's own space.
     """
 
     offset: int
@@ -109,10 +109,10 @@ class InitialAddress(Node, frozen=True):
 
 
 class Variable(Node, frozen=True):
-    """A declared variable or parameter. `size` in bytes; 0 for `.extern .shared x[]`.
+    """A declared variable or parameter. `size` is in bytes, 0 for `.extern .shared x[]`.
 
-    `space`: "shared", "global", "const", "local" or "param". `initial` holds initialised bytes, or None; it has zeros
-    where `addresses` go.
+    `space`: "shared", "global", "const", "local" or "param". `initial` holds the initialised bytes, or None. It is zero
+    where `addresses` are to be filled in.
     """
 
     name: str
@@ -129,8 +129,8 @@ class Variable(Node, frozen=True):
 class Function(Node, frozen=True):
     """An `.entry` or `.func`, flattened. `labels` maps a label to the index of the instruction it precedes.
 
-    `registers` maps every register name to its type ("b32", "f32", "pred", ...). `directives` maps e.g. "reqntid" to
-    its integers and "maxnreg" likewise. `branch_targets` maps a label of a `.branchtargets` list to its labels.
+    `registers` maps every register name to its type ("b32", "f32", "pred", ...). `directives` maps a directive such as
+    "reqntid" or "maxnreg" to its integers. `branch_targets` maps the label of a `.branchtargets` list to its entries.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""One function: scopes flattened, names made unique, operands resolved, instructions in order."""
+"""Builds one function: flattens scopes, makes names unique, resolves operands and orders instructions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from backends.vm.ptx.variables import declare
 _DEPTH = 100
 _LONGEST_NUMBER = 12
 _SEPARATOR = "#"
-"""Stands before the number of an inner scope in unique names. No PTX identifier has one (PTX ISA 4.4)."""
+"""Precedes the number of an inner scope in unique names. PTX identifiers cannot contain it (PTX ISA 4.4)."""
 _DECIMAL = frozenset("0123456789")
 _COMPONENTS = {"x": 0, "y": 1, "z": 2, "w": 3, "r": 0, "g": 1, "b": 2, "a": 3}
 _SPECIAL = re.compile(
@@ -78,7 +78,7 @@ class _Range:
 
 @dataclass(slots=True)
 class _Scope:
-    """What one `{ }` declares. `lowest`: by prefix p the lowest n of a declared name `pn`, and its declaration."""
+    """Declarations of one `{ }`. `lowest` maps a prefix p to the lowest n of a declared `pn`, and its declaration."""
 
     suffix: str
     names: dict[str, Operand] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class _Scope:
     lowest: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def note(self, name: str, declaration: str) -> None:
-        """Enter `name` under each prefix that a range could have, so that a range need not look at every name."""
+        """Enter `name` under each prefix that a range could have, so that a range need not check every name."""
         for end in range(len(name) - 1, max(len(name) - _LONGEST_NUMBER, 1) - 1, -1):
             if name[end] not in _DECIMAL:
                 return
@@ -106,7 +106,7 @@ class _Scope:
 
 
 class Scopes:
-    """Declares and looks up names, innermost scope first; `registers` collects the registers that are used or named.
+    """Declares and looks up names, innermost scope first. `registers` holds registers used or declared by name.
 
     A register of a range `%r<n>` enters `registers` when it is first used. A vector register `v` becomes the scalar
     registers `v.x`, `v.y`, ...
@@ -120,7 +120,7 @@ class Scopes:
 
     @contextmanager
     def inner(self, begin: Token, labels: Iterable[Token]) -> Iterator[None]:
-        """A nested `{ }` with its labels, which may be named before they stand."""
+        """A nested `{ }`. Its labels are declared first, because branches may precede them."""
         if len(self._scopes) > _DEPTH:
             raise MisreadError(f"scopes are nested more than {_DEPTH} deep", begin)
         self._opened += 1
@@ -135,7 +135,7 @@ class Scopes:
             self.declare_symbol(label, label[:-1].rstrip())
 
     def declare_symbol(self, token: Token, name: str) -> str:
-        """The unique name of a variable, parameter or label, declared in the current scope; MisreadError if it was."""
+        """Declare a variable, parameter or label and return its unique name; MisreadError if the scope has it."""
         scope = self._fresh(token, name)
         unique = self._unique(name)
         scope.names[name] = Symbol(unique)
@@ -143,7 +143,7 @@ class Scopes:
         return unique
 
     def declare_register(self, token: Token, type_: str, vector: int, count: int | None) -> None:
-        """Declares a register, or with `count` the range `token0` to `token{count-1}`."""
+        """Declares a register or, with `count`, the range `token0` to `token{count-1}`."""
         name = str(token)
         if count is None:
             scope = self._fresh(token, name)
@@ -158,8 +158,8 @@ class Scopes:
         scope.note(f"{name}0", f"{name}<{count}>")
 
     def find(self, token: Token) -> Operand | None:
-        """A Register, the Vector of a vector register, or a Symbol; None for a name that nothing declares."""
-        name = str(token)  # Tokens are compared in Python.
+        """A Register, the Vector of a vector register, or a Symbol; None for an undeclared name."""
+        name = str(token)  # Token compares in Python, which is slow.
         for scope in reversed(self._scopes):
             found = scope.names.get(name)
             if found is not None:
@@ -210,7 +210,7 @@ class Scopes:
 
 _SINK = Sink()
 _SELECTOR = re.compile(r"[bh][0-7]{1,4}")
-"""Bytes or halves of a register, as video instructions name them (PTX ISA 9.7.18)."""
+"""Bytes or halves of a register, as video instructions spell them (PTX ISA 9.7.18)."""
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BRANCHES = frozenset(["bra", "brx"])
 
@@ -221,13 +221,13 @@ def _parts(opcode: str) -> tuple[str, ...]:
 
 
 def labels_of(block: RawBlock) -> list[Token]:
-    """The labels that stand in a scope itself, not in scopes inside it."""
+    """The labels of a scope itself, without those of nested scopes."""
     labels = [each for each in block.statements if isinstance(each, Token)]
     return labels + [each.label for each in block.statements if isinstance(each, RawTargets | RawPrototype)]
 
 
 class FunctionBuilder:
-    """Turns one RawFunction into a Function; used once."""
+    """Turns one RawFunction into a Function. An instance is used once."""
 
     def __init__(self, source: str, scopes: Scopes) -> None:
         self._source = source
@@ -238,7 +238,7 @@ class FunctionBuilder:
         self._branch_targets: dict[str, tuple[str, ...]] = {}
 
     def build(self, raw: RawFunction) -> Function:
-        """The Function; MisreadError for a name that is declared twice or not at all."""
+        """The Function. MisreadError for a name declared twice or not at all."""
         returns, params = self._parameters(raw.returns), self._parameters(raw.params)
         directives = {each.name: tuple(int(value) for value in each.values) for each in raw.directives}
         if raw.body is None:

@@ -1,4 +1,4 @@
-"""Literals and constant expressions (PTX ISA 4.5): 64-bit integers, signed unless they say otherwise, and doubles."""
+"""Literals and constant expressions (PTX ISA 4.5): 64-bit integers, signed unless marked unsigned, and floats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DIGITS = 70
 
 
 class Unsigned(int):
-    """An integer constant of type `.u64`: it has a `U` suffix, or does not fit `.s64` (PTX ISA 4.5.1)."""
+    """An integer constant of type `.u64`: it has a `U` suffix or does not fit `.s64` (PTX ISA 4.5.1)."""
 
 
 Constant = int | Immediate
@@ -20,7 +20,7 @@ Constant = int | Immediate
 
 
 class ConstantError(ValueError):
-    """A constant that has no value; the message ends a sentence that begins with its place."""
+    """A constant without a value. The message ends a sentence that begins with the constant's place."""
 
 
 def integer(text: str) -> int:
@@ -41,7 +41,7 @@ def integer(text: str) -> int:
 
 
 def real(text: str) -> Immediate:
-    """`0fXXXXXXXX` and `0dXXXXXXXXXXXXXXXX` as bit patterns; `1.5`, `1e-3` as a double's bit pattern."""
+    """`0fXXXXXXXX` and `0dXXXXXXXXXXXXXXXX` as bit patterns; `1.5` and `1e-3` as the bits of a double."""
     prefix = text[:2].lower()
     if prefix == "0f":
         return Immediate(int(text[2:], 16), "f32")
@@ -103,7 +103,7 @@ _LOGICAL = frozenset(["<", ">", "<=", ">=", "==", "!=", "&&", "||"])
 
 
 def fold(terms: Sequence[str | Constant]) -> Constant:
-    """The value of `a op b op c ...` with C's precedence, in 64-bit arithmetic that wraps (PTX ISA 4.5.4, 4.5.5)."""
+    """The value of `a op b op c ...` with C's precedence, in wrapping 64-bit arithmetic (PTX ISA 4.5.4, 4.5.5)."""
     if len(terms) == 1:
         return _value(terms[0])
     values = [_integer_only(term) for term in terms[0::2]]

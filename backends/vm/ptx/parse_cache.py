@@ -1,4 +1,4 @@
-"""Parsed modules kept: the latest in memory, all of them between processes when the caller has a place for them."""
+"""Caches parsed modules: the latest in memory, and all of them on disk when the caller passes a Shelf."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _DECODER = msgspec.json.Decoder(Module)
 
 
 class Shelf(Protocol):
-    """Where modules lie between processes. It must give back only what this user has put there: the machine runs it."""
+    """A store of modules across processes. It may return only what this user has stored: the machine runs it."""
 
     def kept(self, name: str, decoded: Callable[[bytes], Module]) -> Module | None:
-        """What `decoded` makes of the content under `name`, None if there is none that can be trusted and decoded."""
+        """`decoded` of the content under `name`; None if there is none that can be trusted and decoded."""
         ...
 
     def keep(self, name: str, content: bytes) -> None:
-        """Puts `content` under `name`, or does without."""
+        """Stores `content` under `name`. May fail silently."""
         ...
 
 
@@ -36,7 +36,7 @@ _lock = Lock()
 
 
 def parse_cached(text: str, name: str = "<ptx>", shelf: Shelf | None = None) -> Module:
-    """`parse(text, name)`, done once a text: from memory, or from `shelf`, under the SHA-256 of text and parser."""
+    """`parse(text, name)`, once per text: from memory or from `shelf`, under the SHA-256 of text and parser."""
     key = hashlib.sha256(f"{_parser_version()}\n{text}".encode("utf-8", "surrogatepass")).hexdigest()
     with _lock:
         if key in _memory:
@@ -55,7 +55,7 @@ def parse_cached(text: str, name: str = "<ptx>", shelf: Shelf | None = None) -> 
 
 
 def forget() -> None:
-    """Empties the memory; files stay."""
+    """Clears the cache in memory. Files stay."""
     with _lock:
         _memory.clear()
 

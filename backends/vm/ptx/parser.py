@@ -1,4 +1,4 @@
-"""PTX text to syntax tree: `parse`. The grammar is ptx.lark; names are resolved once the whole file is read."""
+"""PTX text to syntax tree: `parse`. The grammar is ptx.lark. Names are resolved once the whole file is read."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _CONSTANT = {_NAMED[each] for each in ("INT", "FLOAT", "UNARY", "SIGN", "LPAR")}
 
 @cache
 def grammar(extension: str = "") -> Lark:
-    """The parser of ptx.lark and `extension`, which builds the tree whose names are not resolved."""
+    """The parser of ptx.lark plus `extension`. It builds the tree with unresolved names."""
     text = resources.files("backends.vm.ptx").joinpath("ptx.lark").read_text(encoding="utf-8")
     return Lark(
         text + extension,
@@ -80,12 +80,12 @@ def grammar(extension: str = "") -> Lark:
 
 
 def parse(text: str, name: str = "<ptx>") -> Module:
-    """The module that `text` states, scopes flattened and every name resolved.
+    """The module in `text`, with scopes flattened and every name resolved.
 
-    `name` stands in errors. PtxSyntaxError, a sentence with line and column, for anything that is not PTX as the
-    grammar has it, and for a name that is declared twice or not at all.
+    Errors quote `name` as the file. PtxSyntaxError, a sentence with line and column, for text outside the grammar and
+    for a name declared twice or not at all.
     """
-    # Plain statements hold no places: text that has an error is read again for the place, each token by itself.
+    # PLAIN tokens carry no positions. Text with an error is read again token by token to find the place.
     with suppress(UnexpectedInput, MisreadError):
         return module_of(text, grammar(plain.EXTENSION))
     try:
@@ -97,7 +97,7 @@ def parse(text: str, name: str = "<ptx>") -> Module:
 
 
 def module_of(text: str, read: Lark) -> Module:
-    """The module that `text` states; UnexpectedInput or MisreadError if it is none."""
+    """The module in `text`; UnexpectedInput or MisreadError for text that is not a module."""
     raw = read.parse(text)
     assert isinstance(raw, RawModule)
     return _ModuleBuilder(text).build(raw)

@@ -1,8 +1,7 @@
-"""Most lines of PTX as one token a run: statements of names, numbers, vectors of them and addresses, a line each.
+"""Reads each run of plain statements as one token: operands are names, numbers, vectors of them, or addresses.
 
-Lark takes some 50 us to read a statement token by token; to read it here takes 5. What it is made of has no place in
-the text: text that has an error is read again without this (backends.vm.ptx.parser). What is rare is left to the
-grammar.
+Lark takes some 50 us to read a statement token by token; this takes 5. The parts of a statement keep no positions, so
+backends.vm.ptx.parser reads text with an error again without this. Rare statements are left to the grammar.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ _ADDRESS = rf"\[[ \t]*{_OPERAND_NAME}(?:\+{_DECIMAL})?[ \t]*\]"
 _PAIR = rf"{_OPERAND_NAME}\|{_OPERAND_NAME}"
 _OPERAND = rf"(?:{_PAIR}|{_ONE}|{_ADDRESS}|\{{[ \t]*{_ONE}(?:{_COMMA}{_ONE})*[ \t]*\}})"
 _GUARD = rf"@!?{_NAME}"
-# A call is another statement of the grammar.
+# The grammar has a rule of its own for calls.
 _OPCODE = r"(?!call(?:\.uni)?(?![A-Za-z0-9_$.:]))[A-Za-z][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+(?:::[A-Za-z0-9_]+)*)*"
 _STATEMENT = rf"(?:{_GUARD}[ \t]+)?{_OPCODE}(?:[ \t]+{_OPERAND}(?:{_COMMA}{_OPERAND})*)?[ \t]*;[ \t\r\n]*"
 
 EXTENSION: Final = f"\n%extend _statement: PLAIN\nPLAIN.9: /(?>{_STATEMENT})+/\n"
-"""What this adds to the grammar."""
+"""Grammar rules that this module adds."""
 _EACH = re.compile(rf"(?:({_GUARD})[ \t]+)?({_OPCODE})([^;]*);[ \t\r\n]*")
 _OPERANDS = re.compile(_OPERAND)
 _PARTS = re.compile(_ONE)
 _BEGINS_NUMBER = frozenset("-0123456789")
 _KEPT = 16384
-"""Operands, opcodes and guards that are remembered: a large program has some 5,000."""
+"""Cached operands, opcodes and guards. A large program has some 5,000."""
 
 
 def instructions(run: Token) -> list[RawInstruction]:
-    """The instructions that a PLAIN token is."""
+    """The instructions in a PLAIN token."""
     found: list[RawInstruction] = []
     start, line, counted = run.start_pos or 0, run.line or 0, 0
     for each in _EACH.finditer(run):

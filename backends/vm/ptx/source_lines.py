@@ -1,6 +1,6 @@
-"""Where in the source a PTX instruction comes from, by `.file` and `.loc` (PTX ISA 11.5.2 and 11.5.3).
+"""Finds the source lines of a PTX instruction from `.file` and `.loc` (PTX ISA 11.5.2 and 11.5.3).
 
-Read from the text when somebody asks: a kernel that breaks no rule pays nothing.
+The text is read on demand: a kernel without faults pays nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BYTES = re.compile(r"^\s*\.b8\s+(.*?);?\s*$")
 
 @dataclass(frozen=True, slots=True)
 class _Loc:
-    """A `.loc`: file number, line, column; the label of an inlined function's name, and the place of the call."""
+    """A `.loc`: file number, line and column. For inlined code: label and offset of its name, and the call's place."""
 
     at: tuple[int, int, int]
     name: tuple[str, int] | None = None
@@ -35,21 +35,21 @@ class _Loc:
 
 @dataclass(slots=True)
 class _Table:
-    """`locs`: the `.loc` of each PTX line, from 1. `strings`: the bytes of the section of names, by label."""
+    """`locs`: the `.loc` of each PTX line, from 1. `strings`: bytes of the name section, by label."""
 
     files: dict[int, str] = field(default_factory=dict[int, str])
     locs: list[_Loc | None] = field(default_factory=list[_Loc | None])
     strings: dict[str, bytearray] = field(default_factory=dict[str, bytearray])
 
     def name(self, loc: _Loc) -> str:
-        """The function whose code was inlined."""
+        """The name of the inlined function, "" if there is none."""
         if loc.name is None or loc.name[0] not in self.strings:
             return ""
         return bytes(self.strings[loc.name[0]][loc.name[1] :]).partition(b"\0")[0].decode("utf-8", "replace")
 
 
 def source_of(ptx: str, line: int) -> tuple[SourcePlace, ...]:
-    """The places that made PTX `line` (from 1), the innermost first, then its callers; () if nothing is said."""
+    """The source places of PTX `line` (from 1), innermost first, then its callers; () if the PTX names none."""
     table = _table(ptx)
     loc = table.locs[line] if 0 < line < len(table.locs) else None
     found: list[SourcePlace] = []
@@ -60,7 +60,7 @@ def source_of(ptx: str, line: int) -> tuple[SourcePlace, ...]:
         call = loc.inlined_at
         if call is None:
             break
-        # The call has a .loc of its own before, with the place that it was itself inlined at.
+        # An earlier .loc describes the call itself and says where the call was inlined.
         earlier = next((at for at in range(earlier - 1, 0, -1) if (one := table.locs[at]) and one.at == call), 0)
         loc = table.locs[earlier] if earlier else _Loc(call)
     return tuple(found)
@@ -75,7 +75,7 @@ def _table(ptx: str) -> _Table:
         if "inline asm" in text and (matched := _INLINE.match(text)):
             inline = matched[1] == "begin"
         elif matched := _LOC.match(text):
-            # LLVM counts on through the lines of inline assembly, of which the source has one place.
+            # LLVM counts on through the lines of inline assembly, but all of them come from one source line.
             current = current if inline and current is not None else _loc(matched)
         elif matched := _FILE.match(text):
             folder, name = (matched[2], matched[3]) if matched[3] else ("", matched[2])

@@ -1,6 +1,6 @@
-"""The parse tree before names are resolved, and the error of text that gives none.
+"""The parse tree before names are resolved, and the error for text that cannot be parsed.
 
-Operands are already syntax-tree nodes where they hold no name (immediates) and light tuples of tokens where they do.
+Operands without names (immediates) are already syntax-tree nodes. Operands with names are light tuples of tokens.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from backends.vm.ptx.literals import Constant
 
 
 class Placed(Protocol):
-    """Something with a place in the text, such as a Lark token."""
+    """Anything with a position in the text, such as a Lark token."""
 
     line: int | None
     column: int | None
 
 
 class PtxSyntaxError(ValueError):
-    """PTX text that cannot be read: a sentence with file, line, column (both from 1), what was seen and expected."""
+    """PTX text that cannot be parsed. The message has file, line and column (from 1), what was seen and expected."""
 
     def __init__(self, problem: str, name: str, line: int | None, column: int | None) -> None:
         place = name if line is None or line < 1 else f"{name}, line {line}, column {column}"
@@ -33,7 +33,7 @@ class PtxSyntaxError(ValueError):
 
 
 class MisreadError(ValueError):
-    """The same before the file's name is known."""
+    """A syntax error before the file's name is known."""
 
     def __init__(self, problem: str, at: Placed | None = None) -> None:
         super().__init__(problem)
@@ -79,7 +79,7 @@ RawOperand = Token | Constant | RawDisplaced | RawPair | RawVector | RawAddress
 
 
 class RawInstruction(NamedTuple):
-    """An instruction; `start` and `end` are offsets in the text, of its first character and after its semicolon."""
+    """An instruction. `start` and `end` are text offsets: its first character, and one past its semicolon."""
 
     guard: Token | None
     opcode: Token
@@ -104,7 +104,7 @@ class RawCall(NamedTuple):
 
 
 class RawInitialAddress(NamedTuple):
-    """A symbol's address, with `generic(...)` or without, plus bytes, in an initialiser."""
+    """A symbol's address plus a byte offset in an initialiser, with or without `generic(...)`."""
 
     name: Token
     generic: bool
@@ -141,7 +141,7 @@ class RawVariable(NamedTuple):
 
 
 class RawRegisters(NamedTuple):
-    """`.reg`: names, each with its count when it is a range."""
+    """`.reg`: names, each with its count if it is a range."""
 
     vector: int
     type: str

@@ -1,4 +1,4 @@
-"""Callbacks, one a grammar rule, that build the unresolved tree while Lark parses."""
+"""Callbacks, one per grammar rule, that build the unresolved tree while Lark parses."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _function(children: list[object], is_entry: bool) -> RawFunction:
 
 @contextmanager
 def _placed(at: object) -> Iterator[None]:
-    """Gives a constant that has no value the place of the token `at`."""
+    """Gives a ConstantError the place of the token `at`."""
     try:
         yield
     except ConstantError as error:
@@ -117,7 +117,7 @@ def _depth(begin: object, inner: int) -> int:
 
 
 class TreeBuilder(Transformer[Token, RawModule]):
-    """Callbacks by rule and terminal name; stateless, so that one parser serves all threads."""
+    """Callbacks named after rules and terminals. Stateless, so that one parser serves all threads."""
 
     def INT(self, token: Token) -> int:  # noqa: N802 (Lark finds it by the terminal's name)
         with _placed(token):

@@ -1,4 +1,4 @@
-"""Variables and parameters: sizes, alignments and the bytes of initialisers (PTX ISA 5.4)."""
+"""Variables and parameters: sizes, alignments and initialiser bytes (PTX ISA 5.4)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def element_bytes(type_: str) -> int:
 
 
 def declare(raw: RawVariable, declarator: RawDeclarator, unique_name: str) -> Variable:
-    """The Variable of one declarator; MisreadError for a size, alignment or initialiser that cannot be."""
+    """The Variable of one declarator; MisreadError for an impossible size, alignment or initialiser."""
     name = declarator.name
     if raw.type == "pred":
         raise MisreadError(f"{name} has type .pred; only a register can be a predicate", name)
@@ -68,7 +68,7 @@ def _first_extent(raw: RawVariable, declarator: RawDeclarator, extern: bool) -> 
 
 
 class _Initialiser:
-    """Lays the items of an initialiser over an array, row by row; what is left out is zero."""
+    """Lays the items of an initialiser over an array, row by row. Omitted elements are zero."""
 
     def __init__(self, raw: RawVariable, declarator: RawDeclarator, shape: list[int]) -> None:
         self._raw, self._declarator, self._shape = raw, declarator, shape

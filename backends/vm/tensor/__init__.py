@@ -1,1 +1,1 @@
-"""Descriptors, tensor maps, swizzles and fragments: where the elements of a matrix lie."""
+"""Descriptors, tensor maps, swizzles and fragments: where the elements of a matrix are."""

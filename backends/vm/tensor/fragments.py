@@ -1,7 +1,7 @@
-"""Which element of a matrix each register of each thread holds, for wgmma and the warp-level matrix instructions.
+"""Maps registers of threads to matrix elements for wgmma and the warp-level matrix instructions.
 
 Registers are uint32 [registers, threads]: 128 threads (a warpgroup) for wgmma, 32 lanes otherwise. A `Fragment` gives
-the row and the column of every element of every register, from the low bits up. All maps were verified on an H200
+the row and column of every element of every register, from the low bits up. All maps were verified on an H200
 (facts.md 4 and 5; PTX ISA 9.7.15.5.1 and 9.7.14.5).
 """
 
@@ -28,7 +28,7 @@ _DTYPE: dict[int, type[np.unsignedinteger]] = {8: np.uint8, 16: np.uint16, 32: n
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """How registers hold a matrix of `shape`, each element once: `rows`, `columns` int64 [registers, threads,
+    """How registers hold each element of a matrix of `shape` once. `rows` and `columns` are int64 [registers, threads,
     32 / element_bits]."""
 
     shape: tuple[int, int]
@@ -38,17 +38,17 @@ class Fragment:
 
     @property
     def registers(self) -> int:
-        """32-bit registers that a thread holds."""
+        """32-bit registers per thread."""
         return self.rows.shape[0]
 
     @cached_property
     def places(self) -> IntArray:
-        """Which element of the matrix, counted row by row, each one of the registers is."""
+        """For each register element, its row-major index in the matrix."""
         return self.rows * self.shape[1] + self.columns
 
     @cached_property
     def sources(self) -> IntArray:
-        """Which element of the registers, counted in order, each one of the matrix is: of `shape`."""
+        """For each matrix element, its flat index in the registers: an array of `shape`."""
         return np.argsort(self.places, axis=None).reshape(self.shape)
 
 
@@ -86,7 +86,7 @@ def wgmma_accumulator(n: int, element_bits: int = 32) -> Fragment:
 
 @lru_cache(maxsize=4)
 def wgmma_operand_a(element_bits: int) -> Fragment:
-    """A of wgmma in 4 registers, [64, 256 / element_bits]; 8-, 16- or 32-bit elements."""
+    """A of wgmma in 4 registers, [64, 256 / element_bits] of 8-, 16- or 32-bit elements."""
     register, thread, element = _indices(4, WARPGROUP, element_bits)
     rows = 16 * (thread // WARP) + thread % WARP // 4 + 8 * (register % 2)
     per_register = 32 // element_bits
@@ -96,7 +96,7 @@ def wgmma_operand_a(element_bits: int) -> Fragment:
 
 @lru_cache(maxsize=16)
 def mma_fragment(operand: Operand, element_bits: int) -> Fragment:
-    """A [16, k], B [k, 8] or C and D [16, 8] of mma.sync m16n8kK with 32-byte rows: k = 16 of 16 bits, 32 of 8 bits.
+    """A [16, k], B [k, 8] or C and D [16, 8] of mma.sync m16n8kK with 32-byte rows: k is 16 for 16 bits, 32 for 8 bits.
 
     C and D have 32-bit elements, two neighbouring columns in registers 2i and 2i + 1.
     """
@@ -115,7 +115,7 @@ def mma_fragment(operand: Operand, element_bits: int) -> Fragment:
 
 @lru_cache(maxsize=8)
 def matrix_fragment(count: int, transposed: bool) -> Fragment:
-    """`count` (1, 2, 4) 8x8 matrices of 16-bit elements, one below the other [8 * count, 8]: register j holds matrix j.
+    """`count` (1, 2, 4) stacked 8x8 matrices of 16-bit elements, [8 * count, 8]. Register j holds matrix j.
 
     Lane l holds two neighbouring elements of row l / 4, or, transposed, of column l / 4 (PTX ISA 9.7.14.5.15).
     """
@@ -128,7 +128,7 @@ def matrix_fragment(count: int, transposed: bool) -> Fragment:
 def load_matrices(rows: NDArray[np.uint8], *, transposed: bool = False) -> Words:
     """ldmatrix m8n8 b16: registers uint32 [count, 32] from the bytes of 8 * count rows, uint8 [8 * count, 16].
 
-    Row i is what lies at the address that lane i gives (lanes 0..7 for .x1, 0..15 for .x2, all for .x4).
+    Row i comes from the address in lane i (lanes 0..7 for .x1, 0..15 for .x2, all for .x4).
     """
     matrix = np.ascontiguousarray(rows).view(np.uint16)
     return to_registers(matrix, matrix_fragment(len(rows) // 8, transposed))
@@ -140,6 +140,6 @@ def store_matrices(registers: Words, *, transposed: bool = False) -> NDArray[np.
 
 
 def transposed_matrix(register: Words) -> Words:
-    """movmatrix.trans b16: the fragment of the transpose of an 8x8 matrix whose fragment is `register`, uint32 [32]."""
+    """movmatrix.trans b16: the fragment of the transposed 8x8 matrix. `register` is its fragment, uint32 [32]."""
     matrix = to_matrix(register[None, :], matrix_fragment(1, False))
     return to_registers(matrix, matrix_fragment(1, True))[0]

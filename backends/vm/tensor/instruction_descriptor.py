@@ -1,6 +1,6 @@
 """Instruction descriptors: 32 bits that tell tcgen05.mma its shapes and types (PTX ISA 9.7.16.4.2, Tables 42 to 44).
 
-Which shapes and types go together is PTX ISA 9.7.16.2.1 (Table 39) and 9.7.16.10.1; which scale vectors, Table 57.
+PTX ISA 9.7.16.2.1 (Table 39) and 9.7.16.10.1 list the valid shapes and types, Table 57 the valid scale vectors.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _D_TYPES: dict[str, dict[int, str]] = {
 _STORED_BITS = {"f16": 16, "tf32": 32, "f8f6f4": 8, "i8": 8, "mxf8f6f4": 8, "mxf4": 4, "mxf4nvf4": 4}
 _BLOCK_SCALED = ("mxf8f6f4", "mxf4", "mxf4nvf4")
 IGNORED_BITS: Mapping[str, int] = {"mxf4": 1 << 12, "mxf4nvf4": 1 << 12}
-"""By kind: bits that the ISA reserves and that sm_100a does not read."""
+"""By kind: bits that the ISA reserves and sm_100a ignores."""
 
-# (kind, spelling of .scale_vectorsize) -> (scale factors a row and instruction, scale types by bit 23).
+# (kind, spelling of .scale_vectorsize) -> (scale factors per row and instruction, scale types by bit 23).
 _UE8M0_ONLY = {1: "ue8m0"}
 _BOTH_SCALES = {0: "ue4m3", 1: "ue8m0"}
 _SCALE_VECTORS: dict[tuple[str, str], tuple[int, dict[int, str]]] = {
@@ -62,7 +62,8 @@ _SF_IDS = {1: (0, 1, 2, 3), 2: (0, 2), 4: (0,)}
 class InstructionDescriptor:
     """A decoded descriptor: D [m, n] += A [m, k] * B [n, k]^T, where m spans both CTAs of a cta_group::2.
 
-    `sf_blocks` scale factors a row of A and B (0 without block scaling), from byte `sfa_id`, `sfb_id` on, of `sf_type`.
+    Rows of A and B have `sf_blocks` scale factors of `sf_type` (0 without block scaling), from byte `sfa_id` or
+    `sfb_id` on.
     """
 
     kind: str
@@ -88,12 +89,12 @@ class InstructionDescriptor:
 
     @property
     def stored_k(self) -> int:
-        """Elements of a row of A that are stored: half of them where A is sparse."""
+        """Stored elements per row of A: half of them if A is sparse."""
         return self.k // 2 if self.sparse else self.k
 
     @property
     def stored_bits(self) -> int:
-        """Bits that an element of A or B takes in shared memory; 4- and 6-bit types of f8f6f4 with their padding."""
+        """Bits of an element of A or B in shared memory, including the padding of 4- and 6-bit f8f6f4 types."""
         return _STORED_BITS[self.kind]
 
 
@@ -135,8 +136,8 @@ def decode_instruction_descriptor(
 ) -> InstructionDescriptor:
     """The fields of `raw` for `tcgen05.mma` with this `.kind` ("f16" ..), `.cta_group`, `.ws` and `.sp`.
 
-    `scale_vectorsize` as spelt: "scale_vec::4X", "block16", .. or "". Raises Fault `instruction-descriptor` for every
-    value that the ISA forbids in that instruction.
+    `scale_vectorsize` as spelt: "scale_vec::4X", "block16", .. or "". Raises Fault `instruction-descriptor` for any
+    value that the ISA forbids in this instruction.
     """
     reader = _Reader(raw, kind)
     if bool(reader.bits(2)) != sparse:
@@ -287,9 +288,9 @@ def _listed(values: tuple[int, ...]) -> str:
 
 
 def check_operand_swizzle(found: InstructionDescriptor, operand: Operand, swizzle: Swizzle) -> None:
-    """Raises Fault `instruction-descriptor` if a transposed operand's swizzle is not one that the ISA allows.
+    """Raises Fault `instruction-descriptor` if the ISA forbids a transposed operand's swizzle.
 
-    tf32 transposes only with the 128B swizzle of 32-byte atoms, other kinds never with it (PTX ISA 9.7.16.10.1).
+    tf32 can be transposed only with the 128B swizzle of 32-byte atoms, other kinds never with it (PTX ISA 9.7.16.10.1).
     """
     if not (found.transpose_a if operand == "a" else found.transpose_b):
         return
@@ -303,12 +304,12 @@ def check_operand_swizzle(found: InstructionDescriptor, operand: Operand, swizzl
         )
 
 
-# The zero-column mask of .ws: 64 bits that say which columns of B count as zeros (PTX ISA 9.7.16.4.3, Table 45).
+# The zero-column mask of .ws: 64 bits that select columns of B to treat as zeros (PTX ISA 9.7.16.4.3, Table 45).
 
 
 @dataclass(frozen=True, slots=True)
 class ZeroColumns:
-    """Columns of B that count as zeros, bool [n], and how many columns of B come before the first that is used."""
+    """Columns of B to treat as zeros, bool [n], and how many columns of B precede the first used one."""
 
     zero: npt.NDArray[np.bool_]
     shift: int
@@ -316,9 +317,9 @@ class ZeroColumns:
 
 @lru_cache(maxsize=256)
 def decode_zero_columns(raw: int, m: int, n: int, max_shift: int) -> ZeroColumns:
-    """The mask of an instruction of this shape; `max_shift` as its instruction descriptor has it.
+    """The mask of an instruction of this shape. `max_shift` comes from its instruction descriptor.
 
-    The table's text has the two spans the other way round than its four examples and its names; the examples hold here.
+    The table's text swaps the two spans relative to its four examples and its names; this follows the examples.
     Raises Fault `instruction-descriptor` for a shift beyond what the ISA or `max_shift` allows.
     """
     if raw >> 36 & 7 or raw >> 62:

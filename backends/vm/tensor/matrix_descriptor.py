@@ -1,8 +1,8 @@
-"""Shared-memory matrix descriptors: 64 bits that say where an MMA operand lies (PTX ISA 9.7.15.5.1.2.2, 9.7.16.4.1).
+"""Shared-memory matrix descriptors: 64 bits that locate an MMA operand (PTX ISA 9.7.15.5.1.2.2, 9.7.16.4.1).
 
-Everything is counted in 16-byte units, which no layout splits. A K-major operand of R rows is an array of units
-[R, K bytes / 16]; an MN-major one is [K, R bytes / 16], each unit holding neighbouring rows at one k. The address
-formula was verified bit-exactly on an H200 with random starts, offsets, swizzles and base offsets (facts.md 3.1);
+The unit is 16 bytes, because no layout splits them. A K-major operand of R rows is an array of units
+[R, K bytes / 16]. An MN-major one is [K, R bytes / 16], where a unit holds neighbouring rows at one k. The address
+formula was verified bit-exactly on an H200 with random starts, offsets, swizzles and base offsets (facts.md 3.1).
 tcgen05 uses the same canonical layouts by specification.
 """
 
@@ -56,7 +56,7 @@ def _forbidden(raw: int, target: Target, what: str) -> Fault:
 
 @lru_cache(maxsize=4096)
 def decode_matrix_descriptor(raw: int, target: Target) -> MatrixDescriptor:
-    """The fields of `raw`. Raises Fault `matrix-descriptor` if the ISA forbids the value on `target`."""
+    """The fields of `raw`. Raises Fault `matrix-descriptor` for a value that the ISA forbids on `target`."""
     for low, width in _UNUSED[target]:
         if _bits(raw, low, width):
             place = f"bits {low + width - 1}..{low}"
@@ -92,8 +92,8 @@ def unit_addresses(
     """Shared byte address of every 16-byte unit of an operand of `rows` (its M or N) by `k` elements.
 
     Returns int64 [rows, k * element_bits / 128] for a K-major operand, [k, ceil(rows * element_bits / 128)] for an
-    MN-major one (units whole: at the ragged end the last rows of a unit are not part of the operand). The caller checks
-    bounds. Raises Fault `matrix-descriptor` for a combination of type, major-ness and swizzle that the ISA forbids.
+    MN-major one. The last unit of an MN-major operand may extend beyond its rows. The caller checks bounds. Raises
+    Fault `matrix-descriptor` for a combination of type, major-ness and swizzle that the ISA forbids.
     """
     start = descriptor.start
     relative = _pattern(
@@ -124,7 +124,7 @@ def _pattern(
     major: Major,
     target: Target,
 ) -> IntArray:
-    # Adding a multiple of 1024 commutes with every swizzle, so the pattern of one phase serves all such starts.
+    # Adding a multiple of 1024 commutes with every swizzle, so starts that differ by one share a pattern.
     if major == "k":
         linear = _k_major(lbo, sbo, swizzle, rows, k, element_bits)
     else:
@@ -182,7 +182,7 @@ def _check_mn_major(swizzle: Swizzle, element_bits: int, target: Target) -> None
 def gather_units(smem: NDArray[np.uint8], addresses: IntArray) -> NDArray[np.uint8]:
     """The 16-byte units of `smem` (uint8, its byte 0 at shared address 0) at `addresses`: uint8 [*addresses.shape, 16].
 
-    `smem` must be contiguous and a multiple of 16 bytes long. The caller has checked bounds.
+    `smem` must be contiguous and a multiple of 16 bytes long. The caller checks bounds.
     """
     units = smem.view(np.complex128).take(addresses >> 4)
     return units.view(np.uint8).reshape(*addresses.shape, UNIT_BYTES)
@@ -193,8 +193,8 @@ def operand_elements(
 ) -> NDArray[np.unsignedinteger]:
     """Raw elements [rows, k] of an operand from its units, uint8 [.., .., 16] as `gather_units` gives them.
 
-    uint8, uint16 or uint32 by `element_bits`. For 4-bit elements (K-major only) the result is uint8 [rows, k / 2], the
-    first element of each pair in the low nibble.
+    The dtype is uint8, uint16 or uint32 by `element_bits`. For 4-bit elements (K-major only) the result is
+    uint8 [rows, k / 2] with the first element of each pair in the low nibble.
     """
     flat = units.reshape(units.shape[0], -1)
     elements = flat.view(_ELEMENT_DTYPE[max(element_bits, 8)])

@@ -1,4 +1,4 @@
-"""What the raw elements and scale factors of an MMA operand mean as numbers. All of these are exact in float32."""
+"""Converts raw elements and scale factors of MMA operands to numbers. All are exact in float32."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from backends.vm.numerics.formats import FORMATS, decode
 Float32 = npt.NDArray[np.float32]
 _BITS = {"e5m2": 8, "e4m3": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4}
 _E2M1_SHIFT = 2
-"""An e2m1 element in an 8-bit container of the f8f6f4 kinds lies in bits 5..2 (facts.md 1.2): in tensor memory, and
-out of the padded containers of shared memory."""
+"""An e2m1 element in an 8-bit f8f6f4 container is in bits 5..2 (facts.md 1.2), both in tensor memory and after
+unpacking the padded containers of shared memory."""
 
 
 @cache
@@ -26,7 +26,7 @@ def _table(type_name: str) -> Float32:
 def to_float32(elements: npt.NDArray[np.unsignedinteger], type_name: str) -> Float32:
     """Raw elements (uint8, uint16 or uint32, any shape) of an operand type as float32 of the same shape.
 
-    f32 is one of C alone."""
+    Only C can be f32."""
     if type_name == "bf16":
         return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if type_name == "f16":
@@ -61,5 +61,5 @@ def _scales(type_name: str) -> Float32:
 
 
 def scale_factors(codes: npt.NDArray[np.unsignedinteger], type_name: str) -> Float32:
-    """Codes of ue8m0 or ue4m3; NaN for 0xFF and 0x7F. Of ue4m3 the top bit, which has no meaning, is dropped."""
+    """Scale factors from ue8m0 or ue4m3 codes; NaN for 0xFF and 0x7F. The unused top bit of ue4m3 is dropped."""
     return _scales(type_name)[codes]

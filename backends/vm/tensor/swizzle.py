@@ -23,7 +23,7 @@ PATTERN_BYTES = 1024
 class Swizzle(Enum):
     """A swizzle mode (PTX ISA 5.5.7). The value is its spelling in specs and tensor maps.
 
-    The 32-byte-atom mode with an 8-byte flip is left out: which lines are flipped is not documented.
+    The 32-byte-atom mode with an 8-byte flip is omitted: the flipped lines are not documented.
     """
 
     NONE = "none"
@@ -60,7 +60,7 @@ _LINE_MASK_AND_SHIFT = {
 
 
 def swizzled(mode: Swizzle, addresses: IntArray, base_offset: int = 0) -> IntArray:
-    """Where the bytes at linear `addresses` (absolute shared addresses, any shape) really lie.
+    """The swizzled addresses of the bytes at linear `addresses` (absolute shared addresses, any shape).
 
     `base_offset` is the field of a matrix descriptor: it is subtracted from the 128-byte line number before the line
     selects a pattern (measured on an H200, facts.md 3.1). With `base_offset` 0 the map is its own inverse.

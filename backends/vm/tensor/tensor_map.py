@@ -1,7 +1,7 @@
-"""The 128-byte TMA tensor map: encode as the driver does (tiled and im2col mode), decode what the TMA unit reads.
+"""The 128-byte TMA tensor map: encodes as the driver does (tiled and im2col mode), decodes what the TMA unit reads.
 
-Only the first 64 bytes mean anything to the hardware. The format was read off the driver's encoder, tensormap.replace
-on an H200 and CuTeDSL's own maps (facts.md 6.3), which alone show that of im2col. Kernels build maps in device code
+The hardware uses only the first 64 bytes. The format was derived from the driver's encoder, tensormap.replace on an
+H200 and CuTeDSL's own maps (facts.md 6.3); only the latter show the im2col format. Kernels build maps in device code
 too, so decoding takes raw bits.
 """
 
@@ -23,12 +23,12 @@ OobFill = Literal["zero", "nan"]
 
 
 class TensorMapError(ValueError):
-    """Parameters that the driver's encoder refuses; the text says which, the value, and what is allowed."""
+    """Parameters that the driver's encoder refuses. The message names the parameter, its value and what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """An element type of a tensor map. `bits` in global memory; `smem_bits` in shared memory, padding included."""
+    """An element type of a tensor map: `bits` in global memory, `smem_bits` in shared memory with padding."""
 
     name: str
     code: int
@@ -81,8 +81,8 @@ _SWIZZLE_OF_CODE = {code: mode for mode, code in _SWIZZLE_CODE.items()}
 
 @dataclass(frozen=True, slots=True)
 class Im2col:
-    """The bounding box of an im2col map, in the dimensions between channels and images, the width first: pixels whose
-    coordinate is `lower` or more and no more than `upper` beyond the last one. A copy takes `pixels` of them."""
+    """The bounding box of an im2col map, in the dimensions between channels and images, width first. It spans the
+    coordinates from `lower` to the tensor's last one plus `upper`, inclusive. A copy takes `pixels` of its pixels."""
 
     lower: tuple[int, ...]
     upper: tuple[int, ...]
@@ -91,9 +91,9 @@ class Im2col:
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """A tensor map. Dimension 0 is contiguous; `strides` (dimensions 1 and up) in bytes, the rest in elements.
+    """A tensor map. Dimension 0 is contiguous. `strides` (dimensions 1 and up) are in bytes, the rest in elements.
 
-    A tiled map has a `box`; of an im2col map that has one size only, the channels of a pixel.
+    `box` has a size per dimension in a tiled map, and only the channels of a pixel in an im2col map.
     """
 
     address: int
@@ -125,7 +125,7 @@ def encode_tensor_map(
     target: Target = "sm_100a",
     im2col: Im2col | None = None,
 ) -> bytes:
-    """128 bytes, of which the driver's encoder would write the first 64 the same.
+    """A tensor map of 128 bytes. The first 64 equal those of the driver's encoder.
 
     `dtype` and `swizzle` are names in ELEMENT_TYPES and Swizzle. Raises TensorMapError for what
     cuTensorMapEncodeTiled or, with `im2col`, cuTensorMapEncodeIm2col refuses (CUDA driver API, Tensor Map Object
@@ -166,8 +166,7 @@ def _check_lengths(tensor_map: TensorMap) -> None:
 
 
 CORNER_BITS = {3: 16, 4: 8, 5: 5}
-"""Of one coordinate of a corner, and of all offsets of a copy over their number, by the rank of the map (PTX ISA
-5.5.4.1)."""
+"""Bits of one coordinate of a corner, and of one im2col offset of a copy, by the rank of the map (PTX ISA 5.5.4.1)."""
 MIN_IM2COL_RANK = min(CORNER_BITS)
 MAX_PIXELS = 1024
 
@@ -246,7 +245,7 @@ def _pack(tensor_map: TensorMap) -> bytes:
     strides = [stride >> 4 for stride in tensor_map.strides] + [0] * absent
     dims = [extent - 1 for extent in tensor_map.dims] + [0] * absent
     box = [extent - 1 for extent in tensor_map.box] + [0] * (MAX_RANK - len(tensor_map.box))
-    # Dimension 0 cannot be strided, and the driver accepts and ignores what is asked for there.
+    # Dimension 0 cannot be strided. The driver accepts and ignores its element stride.
     steps = [step - 1 for step in tensor_map.element_strides] + [0] * absent
     code, atom = _SWIZZLE_CODE[tensor_map.swizzle]
     flags = (tensor_map.rank - 1) << 4 | tensor_map.element.code << 7 | code << 13
@@ -265,7 +264,7 @@ def _box_words(box: Sequence[int]) -> tuple[int, int]:
 
 
 def _pixel_words(im2col: Im2col) -> tuple[int, int]:
-    """The lower corner in the lower half of a word, the upper one above it; the pixels less one."""
+    """Two words: the lower corner in the low half with the upper corner above it, and the pixel count minus one."""
     bits = CORNER_BITS[len(im2col.lower) + 2]
     halves = [
         sum((value & (1 << bits) - 1) << bits * axis for axis, value in enumerate(corner))
@@ -285,7 +284,7 @@ def _im2col(rank: int, corners: int, pixels: int) -> Im2col:
 
 @lru_cache(maxsize=1024)
 def decode_tensor_map(raw: bytes) -> TensorMap:
-    """The map in `raw` (the upper 64 of its 128 bytes are ignored). Raises Fault `tensor-map` for nonsense."""
+    """The map in `raw`; the upper 64 of its 128 bytes are ignored. Raises Fault `tensor-map` for an invalid map."""
     address, flags, *words = struct.unpack("<Q14I", raw[:64])
     low, high_strides, dims, step_word, box_word, pixel_word = words[0:4], words[4], words[5:10], *words[10:13]
     rank, pixels = (flags >> 4 & 7) + 1, bool(flags & 1)
@@ -325,11 +324,11 @@ def _unusable(what: str) -> Fault:
     return Fault("tensor-map", f"the tensor map {what}; was this memory encoded as a tensor map?")
 
 
-# The fields of a tensor map that tensormap.replace writes, by bit (PTX ISA 9.7.9.28; facts.md 6.3, from an H200).
+# Fields of a tensor map that tensormap.replace writes, by bit (PTX ISA 9.7.9.28; facts.md 6.3, from an H200).
 
 
 _TF32 = {11: 7, 12: 8}
-"""Element types that are stored as another code and the tf32 bit."""
+"""Element types that are stored as another code plus the tf32 bit."""
 _TF32_BIT = 64 + 16
 
 # Field -> (lowest bit, bits, bits from one ordinal to the next).
@@ -350,15 +349,15 @@ _ELEMENT_TYPE = (64 + 7, 4)
 _STRIDE_LOW, _STRIDE_HIGH = (64 + 32, 32), (3 * 64 + 32, 4)
 
 ORDINALS = {"box_dim": 5, "global_dim": 5, "element_stride": 5, "global_stride": 4}
-"""Fields that have one value a dimension, with how many; strides begin with dimension 1."""
+"""Fields with one value per dimension, and how many. Strides begin at dimension 1."""
 
 
 def replace_field(raw: bytes, field: str, ordinal: int, value: int) -> bytes:
-    """`raw` (128 bytes) with one field set, everything else as it was.
+    """`raw` (128 bytes) with one field replaced.
 
-    `value` as tensormap.replace takes it: dimensions and boxes as they are, the rank less one, strides in bytes,
-    element types by their number in Table 33 (13 to 15 are taken to be stored as 11 to 13). Bits beyond the field are
-    dropped, as an H200 does.
+    `value` as in tensormap.replace: dimensions and boxes as they are, the rank minus one, strides in bytes, element
+    types by their number in Table 33 (13 to 15 are assumed to be stored as 11 to 13). Bits beyond the field are
+    dropped, as on an H200.
     """
     word = int.from_bytes(raw, "little")
     if field == "elemtype":

@@ -1,9 +1,9 @@
-"""Which bytes a TMA operation moves: one box of a tensor map, or a column of pixels, as pieces of equal size.
+"""Plans which bytes a TMA operation moves: one box of a tensor map, or a column of pixels, as pieces of equal size.
 
 A piece is a run of bytes that no swizzle, padding or tensor edge splits: 16 bytes, or fewer where the inner edge of the
 tensor cuts a 16-byte unit or the type is padded. The caller moves the pieces. The model is bit-exact against 37 dumps
 from an H200: all swizzles, narrow boxes, offset destinations, every kind of overhang, ranks 1 to 5, element strides,
-loads and stores (facts.md 6.4). The order of the pixels of im2col follows the ISA's text and has not been measured.
+loads and stores (facts.md 6.4). The pixel order of im2col follows the ISA's text and has not been measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Direction = Literal["load", "store"]
 SMEM_ALIGNMENT = 128
 GATHER_ROWS = 4
 MAX_ROWS = (227 << 10) // UNIT_BYTES
-"""Of a box: a row has at least a unit, and a CTA at most 227 KiB (CUDA programming guide)."""
+"""Limit of a box: a row takes at least one unit, and a CTA has at most 227 KiB (CUDA programming guide)."""
 
 # NaN fill by element bits, as an H200 writes it (facts.md 6.4).
 _NAN_FILL = {16: 0x7FF7, 32: 0x7FF77FF7, 64: 0x7FF77FF77FF77FF7}
@@ -41,9 +41,9 @@ _NAN_FILL = {16: 0x7FF7, 32: 0x7FF77FF7, 64: 0x7FF77FF77FF77FF7}
 class BoxPlan:
     """The pieces of one box, in the order of its rows.
 
-    `global_addresses` and `smem_addresses`: int64 [pieces], first byte of each piece. `in_bounds`: bool [pieces]; the
-    global address of a piece out of bounds means nothing: a load fills that piece with `fill`, a store skips it.
-    `fill`: uint8 [piece_bytes]. `transaction_bytes` is what a load's mbarrier receives as complete_tx.
+    `global_addresses` and `smem_addresses`: int64 [pieces], first byte of each piece. `in_bounds`: bool [pieces]. A
+    piece out of bounds has a meaningless global address; a load fills it with `fill` and a store skips it. `fill`:
+    uint8 [piece_bytes]. `transaction_bytes`: the complete_tx that a load signals on its mbarrier.
     """
 
     piece_bytes: int
@@ -57,7 +57,7 @@ class BoxPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The pieces of one row, relative to its first byte in global and in (unswizzled) shared memory."""
+    """The pieces of one row, relative to its first byte in global memory and in unswizzled shared memory."""
 
     piece_bytes: int
     global_offsets: IntArray
@@ -69,8 +69,8 @@ def plan_box(
 ) -> BoxPlan:
     """The pieces of the box at `coordinates` (elements, dimension 0 first) in `.tile` mode.
 
-    `smem_address` is the absolute shared address, whose bits 9..7 enter the swizzle. Raises Fault for what an H200
-    answers with an illegal-instruction error and for what the ISA forbids (PTX ISA 9.7.9.25, 5.5.3).
+    `smem_address` is the absolute shared address; its bits 9..7 enter the swizzle. Raises Fault where an H200 reports
+    an illegal instruction and for what the ISA forbids (PTX ISA 9.7.9.25, 5.5.3).
     """
     if len(coordinates) != tensor_map.rank:
         raise Fault(
@@ -91,12 +91,12 @@ def plan_im2col(
     smem_address: int,
     direction: Direction = "load",
 ) -> BoxPlan:
-    """The pieces of a column of pixels in `.im2col` mode (or, for a store, `.im2col_no_offs`), a row of shared memory
-    each (PTX ISA 5.5.4).
+    """The pieces of a column of pixels in `.im2col` mode (or, for a store, `.im2col_no_offs`). Each pixel is one row of
+    shared memory (PTX ISA 5.5.4).
 
-    `coordinates` (channel, width, .., image) name the first position, inside the bounding box. The next ones go on
-    along the width by the traversal stride, then along the other dimensions of the box, then to the next image.
-    `offsets` (the width first) are added to each.
+    `coordinates` (channel, width, .., image) give the first position, inside the bounding box. The following ones
+    advance along the width by the traversal stride, then along the other dimensions of the box, then to the next image.
+    `offsets` (width first) are added to each.
     """
     box = tensor_map.im2col
     if box is None or len(coordinates) != tensor_map.rank:
@@ -113,7 +113,7 @@ def plan_im2col(
 
 @lru_cache(maxsize=512)
 def _pixels(dims: tuple[int, ...], box: Im2col, steps: tuple[int, ...], first: tuple[int, ...]) -> IntArray:
-    """Width, .., image of each pixel: int64 [pixels, rank - 1]. Fault for a first one outside of the bounding box."""
+    """Width, .., image of each pixel: int64 [pixels, rank - 1]. Fault if the bounding box does not have the first."""
     counts: list[int] = []
     at: list[int] = []
     for axis, (low, high, extent, step) in enumerate(zip(box.lower, box.upper, dims, steps, strict=True)):
@@ -151,10 +151,10 @@ def plan_gather4(
 
 
 def transaction_bytes(tensor_map: TensorMap, rows: int) -> int:
-    """Bytes of global memory that `rows` rows of a box stand for; paddings inside 16-byte containers do not count.
+    """Bytes of global memory for `rows` rows of a box. Padding inside 16-byte containers does not count.
 
     CuTeDSL documents the latter for TensorMap.global_tx_bytes, and its fp4 and fp6 kernels expect it. A box that
-    overhangs the tensor counts in full: library practice, not measured (facts.md 6.4).
+    overhangs the tensor counts in full, following library practice; this is not measured (facts.md 6.4).
     """
     return rows * tensor_map.box[0] * tensor_map.element.bits // 8
 
@@ -179,7 +179,7 @@ def _plan(
     *,
     clipped: bool = False,
 ) -> BoxPlan:
-    """`clipped`: rows of a store may lie outside of the tensor on all sides, and are skipped."""
+    """Plans all pieces. `clipped`: a store skips rows that are outside of the tensor on any side."""
     _check(tensor_map, column, smem_address)
     if direction == "store" and not clipped and (column < 0 or rows.min(initial=0) < 0):
         raise Fault(
@@ -207,7 +207,7 @@ def _plan(
 
 
 def _inside(tensor_map: TensorMap, rows: IntArray, positions: IntArray, overhang: bool) -> BoolArray:
-    """Whether each piece lies in the tensor, for rows at `rows` [rows, rank - 1] and byte `positions` in a row."""
+    """Whether each piece is inside the tensor, for rows at `rows` [rows, rank - 1] and byte `positions` in a row."""
     row_inside = np.ones(len(rows), dtype=np.bool_)
     for axis, extent in enumerate(tensor_map.dims[1:]):
         row_inside &= (rows[:, axis] >= 0) & (rows[:, axis] < extent)
@@ -245,7 +245,7 @@ def _check(tensor_map: TensorMap, column: int, smem_address: int) -> None:
 def _row_pieces(columns: int, bits: int, smem_bits: int, granule: int) -> _Row:
     """Pieces of a row of `columns` elements, cut at every multiple of `granule` bytes (a power of two, at most 16)."""
     if bits != smem_bits:
-        # 16 elements in a 16-byte container: their packed bits first, then padding that nothing writes.
+        # 16 elements in a 16-byte container: packed bits first, then padding that is never written.
         data_bytes = 2 * bits
         piece = gcd(granule, data_bytes)
         offsets = np.arange(0, columns * bits // 8, piece, dtype=np.int64)
@@ -284,9 +284,9 @@ def _fill(tensor_map: TensorMap, piece_bytes: int, *, needed: bool) -> Bytes:
 
 
 def rounded_to_tf32(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """A load of a tf32 map rounds float32 bits: round to nearest at bit 13, NaN to 0x7FFFE000.
+    """float32 bits as a load of a tf32 map rounds them: to nearest at bit 13, NaN to 0x7FFFE000.
 
-    Measured on an H200 except for exact ties, which go to even here, as `cvt.rn.tf32.f32` does (facts.md 6.4, 7.2).
+    Measured on an H200 except for exact ties. They go to even here, as in `cvt.rn.tf32.f32` (facts.md 6.4, 7.2).
     """
     magnitude = values & np.uint32(0x7FFFFFFF)
     is_nan = magnitude > 0x7F800000
@@ -296,7 +296,7 @@ def rounded_to_tf32(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
     return np.where(is_nan, np.uint32(0x7FFFE000), np.where(is_infinite, values, rounded)).astype(np.uint32)
 
 
-# How a bulk reduction combines the bytes in global memory with those that arrive (PTX ISA 9.7.9.25.4.2, 27.1.3).
+# How a bulk reduction combines arriving bytes with those in global memory (PTX ISA 9.7.9.25.4.2, 27.1.3).
 
 
 REDUCED_TYPES = {
@@ -305,9 +305,9 @@ REDUCED_TYPES = {
     **dict.fromkeys(("inc", "dec"), "u32"),
     **dict.fromkeys(("and", "or", "xor"), "b32 b64"),
 }
-"""The types of global memory that an operation of a bulk reduction takes (PTX ISA 9.7.9.25.4.2). Through a tensor map
-(9.7.9.27.1.3) they are the same, bitwise operations for elements of so many bits: Triton asserts so, but for f64, which
-an H200 adds (conformance/silicon/whole)."""
+"""Types in global memory that each operation of a bulk reduction accepts (PTX ISA 9.7.9.25.4.2). Reductions through a
+tensor map (9.7.9.27.1.3) accept the same; bitwise ones accept integers of 32 or 64 bits. Triton asserts this for all
+but f64, which an H200 adds (conformance/silicon/whole)."""
 _NUMPY = {"u32": "u4", "s32": "i4", "u64": "u8", "s64": "i8", "f32": "f4", "f64": "f8", "b32": "u4", "b64": "u8",
           "f32_ftz": "f4"}  # fmt: skip
 
@@ -327,7 +327,7 @@ _COMBINE: dict[str, Callable[..., npt.NDArray[np.generic]]] = {
 
 
 def check_reduction(operation: str, element: ElementType) -> None:
-    """Fault for an operation that the elements of a map do not have."""
+    """Fault for an operation that the element type of a map does not support."""
     bits = f"b{element.bits}" if element.name[0] in "us" else ""
     names = {element.name.removesuffix("_ftz"), bits}
     if names.isdisjoint(REDUCED_TYPES[operation].split()):
@@ -336,14 +336,14 @@ def check_reduction(operation: str, element: ElementType) -> None:
 
 
 def reduced_bytes(element: str) -> int:
-    """Bytes of an element that `reduced` combines."""
+    """Bytes per element in `reduced`."""
     return 2 if element in half.FORMATS else np.dtype(_NUMPY[element]).itemsize
 
 
 def reduced(
     old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], operation: str, element: str
 ) -> npt.NDArray[np.uint8]:
-    """Bytes of `old OP new`, elementwise in a type that has the operation; rounding is to nearest even, NaN
+    """Bytes of `old OP new`, elementwise. The type must support the operation. Rounds to nearest even; NaN is
     canonical."""
     if element in half.FORMATS:
         codes = half.REDUCTIONS[operation](old.view(np.uint16), new.view(np.uint16), half.FORMATS[element])

@@ -1,8 +1,8 @@
-"""Where things lie in tensor memory: 128 lanes of 512 32-bit columns, here always a uint32 array [128, 512].
+"""Layouts of tensor memory: 128 lanes of 512 32-bit columns, here always a uint32 array [128, 512].
 
 Three views: registers of a warp (tcgen05.ld and st, PTX ISA 9.7.16.2.3), rows copied from shared memory (tcgen05.cp,
 9.7.16.9) and matrices of an MMA (9.7.16.10.5). The closed forms come from the ISA and agree with CUTLASS's layouts
-(facts.md 1 and 2); none has been held against Blackwell silicon.
+(facts.md 1 and 2). None has been compared with Blackwell silicon.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def split_address(taddr: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class RegisterMap:
-    """What each register of each thread holds, relative to the address: `lanes`, `columns` int64 [registers, 32].
+    """The cell of each register of each thread, relative to the address: `lanes`, `columns` int64 [registers, 32].
 
-    `packed`: a register holds the low halves of two neighbouring columns; `columns` names the lower one.
-    `transposed`: register r of thread t is simply lane t, column r (32x32b). `column_span`: first and one-past-last
-    column touched, in runs (two for 16x32bx2).
+    `packed`: a register holds the low halves of two neighbouring columns; `columns` gives the lower one.
+    `transposed`: register r of thread t is lane t, column r (32x32b). `column_span`: first and one-past-last column of
+    each run of columns touched (two runs for 16x32bx2).
     """
 
     lanes: IntArray
@@ -64,7 +64,7 @@ class RegisterMap:
 def register_map(shape: str, num: int, packed: bool = False, half_split: int = 0) -> RegisterMap:
     """The map of `tcgen05.ld` and `.st` with `.SHAPE.xNUM`, and `.pack::16b` or `.unpack::16b` when `packed`.
 
-    `half_split` is immHalfSplitoff, in columns, of 16x32bx2. Raises Fault `tmem-shape` if the ISA has no such form.
+    `half_split` is 16x32bx2's immHalfSplitoff, in columns. Raises Fault `tmem-shape` if the ISA has no such form.
     """
     if shape not in _LD_ST_SHAPES:
         raise Fault("tmem-shape", f"tcgen05.ld and st have no shape {shape}; they have {', '.join(_LD_ST_SHAPES)}")
@@ -106,7 +106,7 @@ def _spans(shape: str, repeats: int, half_split: int) -> tuple[tuple[int, int], 
 
 
 def load_registers(tmem: Words, lane: int, column: int, layout: RegisterMap) -> Words:
-    """Registers uint32 [registers, 32] of a warp from `tmem`. The caller has checked ownership and bounds."""
+    """Registers uint32 [registers, 32] of a warp from `tmem`. The caller checks ownership and bounds."""
     if layout.transposed:
         return tmem[lane : lane + WARP_LANES, column : column + len(layout.lanes)].T.copy()
     lanes, columns = layout.lanes + lane, layout.columns + column
@@ -118,7 +118,7 @@ def load_registers(tmem: Words, lane: int, column: int, layout: RegisterMap) -> 
 def store_registers(tmem: Words, lane: int, column: int, layout: RegisterMap, registers: Words) -> None:
     """Write registers uint32 [registers, 32].
 
-    Unpacking puts each half into the low bits of its column; the upper bits, of which the ISA says nothing, become 0.
+    Unpacking puts each half into the low bits of its column. The ISA does not define the upper bits; they become 0.
     """
     if layout.transposed:
         tmem[lane : lane + WARP_LANES, column : column + len(registers)] = registers.T
@@ -133,7 +133,7 @@ def store_registers(tmem: Words, lane: int, column: int, layout: RegisterMap, re
 
 @dataclass(frozen=True, slots=True)
 class CopyMap:
-    """A tcgen05.cp: `rows` source rows of `units` 16-byte units; row r goes to every lane of `lanes[:, r]`.
+    """A tcgen05.cp of `rows` source rows of `units` 16-byte units. Row r goes to every lane of `lanes[:, r]`.
 
     `lanes` int64 [copies, rows], relative to the address. A row fills 4 * `units` columns.
     """
@@ -175,7 +175,7 @@ def store_copied_rows(tmem: Words, lane: int, column: int, layout: CopyMap, unit
 def decompressed(units: Bytes, source_format: str) -> Bytes:
     """`.b8x16` from `.b4x16_p64` or `.b6x16_p32`: uint8 [..., 16] containers to uint8 [..., 16] elements.
 
-    A 4-bit element lands in bits 5..2 of its byte, a 6-bit one in bits 5..0 (PTX ISA 9.7.16.9.1).
+    A 4-bit element goes to bits 5..2 of its byte, a 6-bit one to bits 5..0 (PTX ISA 9.7.16.9.1).
     """
     if source_format == "b4x16_p64":
         data = units[..., :8]
@@ -186,9 +186,9 @@ def decompressed(units: Bytes, source_format: str) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A block of a matrix that lies in one block of tensor memory.
+    """A block of a matrix that occupies one block of tensor memory.
 
-    Matrix rows from `row`, columns from `column`: `rows` by `columns` of them, in lanes from `lane` and tensor-memory
+    It has `rows` by `columns` elements from (`row`, `column`) of the matrix, in lanes from `lane` and tensor-memory
     columns from `tmem_column`, relative to the address.
     """
 
@@ -204,9 +204,9 @@ class Patch:
 def accumulator_patches(
     m: int, n: int, cta_group: CtaGroup, weight_stationary: bool = False, sparse: bool = False
 ) -> tuple[Patch, ...]:
-    """How D [rows of this CTA, n] lies in a CTA's tensor memory; with cta_group 2 a CTA holds m / 2 rows.
+    """The layout of D [rows of this CTA, n] in a CTA's tensor memory. With cta_group 2 a CTA holds m / 2 rows.
 
-    One 32-bit column an element (PTX ISA 9.7.16.10.5, layouts A to G; facts.md 2.3).
+    Each element takes one 32-bit column (PTX ISA 9.7.16.10.5, layouts A to G; facts.md 2.3).
     """
     rows = m // cta_group
     if weight_stationary and m in (32, 64):
@@ -226,12 +226,12 @@ def accumulator_patches(
 def operand_a_patches(
     m: int, k: int, element_bits: int, cta_group: CtaGroup, weight_stationary: bool = False, sparse: bool = False
 ) -> Replicas:
-    """How A [rows of this CTA, k] lies in tensor memory, as 32-bit words along k: one tuple of patches a replica.
+    """The layout of A [rows of this CTA, k] in tensor memory, as 32-bit words along k. A replica is a tuple of patches.
 
-    Two replicas for M = 128 with cta_group 2: the first serves columns n < N/2 of D, the second the rest. With .ws, two
-    for M = 64 and four for M = 32, each for its share of the columns: FlashMLA keeps different parts of a matrix in the
-    two ("implicit dual GEMM"), and the ISA has no text on it. Elements are packed little-endian along k; 4- and 6-bit
-    types of the f8f6f4 kinds count as 8 bits (facts.md 2.3).
+    M = 128 with cta_group 2 has two replicas: the first serves columns n < N/2 of D, the second the rest. .ws has two
+    for M = 64 and four for M = 32, each for its share of the columns. The ISA does not describe this. FlashMLA keeps
+    different parts of a matrix in the two ("implicit dual GEMM"). Elements are packed little-endian along k; 4- and
+    6-bit types of the f8f6f4 kinds count as 8 bits (facts.md 2.3).
     """
     words = k * element_bits // 32
     if weight_stationary and m != 128:
@@ -242,14 +242,14 @@ def operand_a_patches(
 
 
 def column_extent(patches: tuple[Patch, ...]) -> int:
-    """Tensor-memory columns, counted from the address, that `patches` reach into."""
+    """Number of tensor-memory columns, from the address on, that `patches` span."""
     return max(patch.tmem_column + patch.columns for patch in patches)
 
 
 def load_matrix(tmem: Words, lane: int, column: int, patches: tuple[Patch, ...]) -> Words:
-    """The matrix that `patches` describe, uint32 [rows, columns] (a view when it is one block).
+    """The matrix that `patches` describe, uint32 [rows, columns]. One block gives a view.
 
-    The caller has checked that lane and column plus the extents stay inside tensor memory.
+    The caller checks that lane and column plus the extents stay inside tensor memory.
     """
     first = patches[0]
     if len(patches) == 1:
@@ -280,8 +280,8 @@ def _part(matrix: Words, patch: Patch) -> Words:
 def load_scale_factors(tmem: Words, column: int, rows: int, blocks: int, sf_id: int) -> Bytes:
     """Scale factors uint8 [rows, blocks] (raw codes) of A (rows = M of this CTA) or B (rows = N).
 
-    Row r lies in lane r % 32 of every 32-lane quarter, column r / 32, bytes sf_id .. sf_id + blocks (facts.md 2.4).
-    Raises Fault `scale-factor-replicas` if the quarters disagree: they are four copies of the same thing.
+    Row r is in lane r % 32 of every 32-lane quarter, column r / 32, bytes sf_id .. sf_id + blocks (facts.md 2.4).
+    Raises Fault `scale-factor-replicas` unless the four quarters hold the same copy.
     """
     selected = _quarters(tmem, column, rows)[..., sf_id : sf_id + blocks]
     _check_replicas(selected, column, (0, 1, 2, 3))
@@ -291,7 +291,7 @@ def load_scale_factors(tmem: Words, column: int, rows: int, blocks: int, sf_id: 
 def load_split_scale_factors(tmem: Words, column: int, n: int, blocks: int, sf_id: int) -> Bytes:
     """Scale factors of B uint8 [n, blocks] for M = 128 with cta_group 2.
 
-    Rows n < N/2 lie in quarters 0 and 1, the others in quarters 2 and 3, both from `column` on (facts.md 2.4).
+    Rows n < N/2 are in quarters 0 and 1, the others in quarters 2 and 3, both from `column` on (facts.md 2.4).
     """
     selected = _quarters(tmem, column, n // 2)[..., sf_id : sf_id + blocks]
     _check_replicas(selected[:2], column, (0, 1))
@@ -300,7 +300,8 @@ def load_split_scale_factors(tmem: Words, column: int, n: int, blocks: int, sf_i
 
 
 def scale_factors_hidden(tmem: Words, column: int, rows: int, blocks: int, sf_id: int, split: bool) -> Bytes:
-    """As `load_scale_factors` or, where `split`, the split one, of the undefined bits `tmem`: any copy counts."""
+    """As load_scale_factors, or load_split_scale_factors if `split`, for the undefined bits in `tmem`. A bit is
+    undefined if it is so in any copy."""
     selected = _quarters(tmem, column, rows // 2 if split else rows)[..., sf_id : sf_id + blocks]
     if split:
         return np.concatenate([selected[0] | selected[1], selected[2] | selected[3]])

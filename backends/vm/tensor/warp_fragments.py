@@ -1,8 +1,8 @@
-"""Which element of a matrix each lane holds, for the mma.sync of every type and for wmma: elements of 1 to 64 bits.
+"""Maps lanes to matrix elements for mma.sync of every type and for wmma: elements of 1 to 64 bits.
 
-mma.sync follows one rule (PTX ISA 9.7.14.5.2 to 9.7.14.5.13). Lane l belongs to row (of B: column) l / 4 and holds
-there, at l % 4, as many neighbours along K as a register has; of 16 rows, every second register holds the lower eight;
-further registers continue along K. The fragments of wmma are opaque (9.7.14.4.1): the map of this machine is its own.
+mma.sync follows one rule (PTX ISA 9.7.14.5.2 to 9.7.14.5.13). Lane l holds part of row l / 4 (of B: column): a register
+of neighbours along K, at position l % 4. With 16 rows, every second register holds rows 8 to 15. Further registers
+continue along K. The fragments of wmma are opaque (9.7.14.4.1), so this machine uses a map of its own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Raw = NDArray[np.unsignedinteger]
 
 @dataclass(frozen=True, slots=True)
 class WarpFragment:
-    """Row and column of each element, int64 [registers, 32, elements of a register], and the size of the matrix.
+    """Row and column of each element, int64 [registers, 32, elements per register], and the size of the matrix.
 
-    Registers have 32 bits, or 64 where an element has.
+    Registers have 32 bits, or 64 for 64-bit elements.
     """
 
     shape: tuple[int, int]
@@ -33,16 +33,16 @@ class WarpFragment:
 
     @property
     def registers(self) -> int:
-        """Registers of a lane."""
+        """Registers per lane."""
         return self.rows.shape[0]
 
     @property
     def view(self) -> str:
-        """The view of those registers."""
+        """The register view that holds them."""
         return "u64" if self.bits == 64 else "u32"
 
     def matrix(self, registers: Raw) -> Raw:
-        """Raw elements of `shape`, from registers [registers, 32]."""
+        """Raw elements of `shape` from registers [registers, 32]."""
         per_register = self.rows.shape[2]
         shifts = (self.bits * np.arange(per_register)).astype(registers.dtype)
         mask = registers.dtype.type(2**self.bits - 1)
@@ -51,7 +51,7 @@ class WarpFragment:
         return found
 
     def packed(self, matrix: Raw) -> Raw:
-        """The registers [registers, 32] of a matrix of raw elements."""
+        """Registers [registers, 32] from a matrix of raw elements."""
         dtype = np.uint64 if self.bits == 64 else np.uint32
         shifts = (self.bits * np.arange(self.rows.shape[2])).astype(dtype)
         return np.bitwise_or.reduce(matrix[self.rows, self.columns].astype(dtype) << shifts, axis=2)
@@ -64,7 +64,7 @@ def _indices(registers: int, bits: int) -> tuple[IntArray, IntArray, IntArray]:
 
 @cache
 def operand_fragment(operand: str, outer: int, k: int, bits: int) -> WarpFragment:
-    """A [m, k] (`operand` "a") or B [k, n] ("b") of mma.sync; `outer` is m or n, 8 or 16 rows and 8 columns."""
+    """A [m, k] (`operand` "a") or B [k, n] ("b") of mma.sync. `outer` is m (8 or 16) or n (8)."""
     width = max(32 // bits, 1)
     tall = outer // 8
     register, lane, element = _indices(tall * k // (4 * width), bits)
@@ -77,7 +77,7 @@ def operand_fragment(operand: str, outer: int, k: int, bits: int) -> WarpFragmen
 
 @cache
 def accumulator_fragment(m: int, bits: int) -> WarpFragment:
-    """C and D [m, 8], m 8 or 16: two neighbouring columns, then eight rows further down."""
+    """C and D [m, 8], m 8 or 16. A lane holds two neighbouring columns of a row, then those eight rows below."""
     width = max(32 // bits, 1)
     register, lane, element = _indices(m * 8 // (LANES * width), bits)
     index = register * width + element
@@ -86,9 +86,9 @@ def accumulator_fragment(m: int, bits: int) -> WarpFragment:
 
 @cache
 def quarter_fragment(operand: str, quarter: int, *, by_rows: bool, bits: int = 16) -> tuple[WarpFragment, IntArray]:
-    """m8n8k4 of f16 (9.7.14.5.1): one of its four products, and the eight lanes that hold it.
+    """One of the four products of an f16 m8n8k4 (9.7.14.5.1), and the eight lanes that hold it.
 
-    The maps run over those eight lanes; rows of A for a row-major one, K for a column-major one, and so on.
+    The maps cover those eight lanes. Lanes follow the rows of a row-major A, K of a column-major one, and so on.
     """
     lanes = np.array([4 * quarter + i for i in range(4)] + [16 + 4 * quarter + i for i in range(4)])
     count = {"a": 4, "b": 4, "c": 8}[operand]
@@ -109,7 +109,7 @@ def quarter_fragment(operand: str, quarter: int, *, by_rows: bool, bits: int = 1
 
 @cache
 def wmma_fragment(shape: tuple[int, int], registers: int, bits: int) -> WarpFragment:
-    """A matrix of `shape` spread over `registers` of each lane, row by row; small ones several times over."""
+    """A matrix of `shape` spread row by row over `registers` of each lane. Small matrices repeat."""
     register, lane, element = _indices(registers, bits)
     width = element.shape[2]
     index = (lane * registers * width + register * width + element) % (shape[0] * shape[1])

@@ -1,8 +1,8 @@
-"""The recording of one CTA: slices of its warps, its operations, and who touches its memories and barriers.
+"""Records one CTA: slices of its warps, its operations, and who touches its memories and barriers.
 
-Its code reports the instructions that move data, synchronise or compute a tile. Its memories and barriers report every
-access and otherwise do the same. They replace the plain ones before the first step: a run without a recorder pays
-nothing.
+Instrumented code reports the instructions that move data, synchronise or compute a tile. Recorded memories and barriers
+report every access and otherwise behave like the plain ones. They replace the plain ones before the first step, so a
+run without a recorder pays nothing.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RecordedTensorMemory(TensorMemory):
 
 
 class RecordedSharedMemory(SharedMemory):
-    """Reports the granules written and read, and by which proxy."""
+    """Reports which granules are read and written, and by which proxy."""
 
     def __init__(self, plain: SharedMemory, touch: TouchSmem) -> None:
         self.__dict__.update(plain.__dict__)
@@ -120,7 +120,7 @@ def _covered(offsets: Addresses, size: int) -> Granules:
 
 
 class RecordedMBarrier(MBarrier):
-    """Reports who asks whether a phase is over."""
+    """Reports every test of a phase."""
 
     __slots__ = ("_asked",)
 
@@ -135,7 +135,7 @@ class RecordedMBarrier(MBarrier):
         return super().passed(parity)
 
 
-# The instructions that report to a recorder: those that move data, synchronise or compute a tile.
+# Instructions that report to a recorder: they move data, synchronise or compute a tile.
 
 
 _NOTABLE = frozenset(
@@ -146,7 +146,7 @@ _SPACES = ("global", "shared", "local", "const", "param")
 
 
 def mnemonic(instruction: Instruction) -> str:
-    """An instruction in a few words of PTX, such as "tcgen05.mma" or "cp.async.bulk.tensor.shared.global"."""
+    """A short name of an instruction, such as "tcgen05.mma" or "cp.async.bulk.tensor.shared.global"."""
     parts = instruction.parts
     spaces = [part.partition("::")[0] for part in parts[1:] if part.partition("::")[0] in _SPACES]
     if parts[0] == "cp":
@@ -164,12 +164,12 @@ def mnemonic(instruction: Instruction) -> str:
 
 
 def notable(instruction: Instruction) -> bool:
-    """Whether a recorder hears of the instruction. Parameter loads are of no interest."""
+    """Whether the instruction reports to a recorder. Parameter loads do not."""
     return instruction.parts[0] in _NOTABLE and mnemonic(instruction) != "ld.param"
 
 
 def instrumented(code: Code, recorder: Recorder) -> Code:
-    """`code` with every notable step reporting itself to `recorder`."""
+    """`code` in which every notable step reports itself to `recorder`."""
 
     def reporting(step: Step, instruction: Instruction) -> Step:
         return _reporting(code, instruction, step, recorder) if notable(instruction) else step
@@ -208,7 +208,7 @@ def _reporting(code: Code, instruction: Instruction, step: Step, recorder: Recor
     return run
 
 
-# The recording of one CTA: slices of its warps, its operations, and who touches its memories and barriers.
+# The trace of one CTA: slices of its warps, its operations, and who touches its memories and barriers.
 
 
 MAX_RANGES = 24
@@ -225,7 +225,7 @@ class _Use:
 
 @dataclass(slots=True)
 class _Parked:
-    """A wait that has begun: the machine's object for it, its slice, and what ends it."""
+    """A wait that has begun: the machine's Wait, its slice, and the key of the release that ends it."""
 
     wait: Wait
     slice: WaitSlice
@@ -233,7 +233,7 @@ class _Parked:
 
 
 class RecordedCta:
-    """Puts the memories of `cta` under observation and keeps its trace. `number` counts the launch's recorded CTAs."""
+    """Observes the memories of `cta` and keeps its trace. `number` counts the launch's recorded CTAs."""
 
     def __init__(self, recorder: Recorder, cta: Cta, number: int) -> None:
         self.recorder, self.cta, self.number = recorder, cta, number
@@ -251,7 +251,7 @@ class RecordedCta:
     # ---- warps
 
     def resumes(self, warp: Warp) -> None:
-        """The warp is about to go on, unless its wait is not over."""
+        """Close the warp's wait slice, unless its wait is not over."""
         parked = self._parked[warp.index]
         if parked is None or (warp.strands[0].wait is parked.wait and not parked.wait.ready()):
             return
@@ -263,7 +263,7 @@ class RecordedCta:
             done.release = None
 
     def ran(self, warp: Warp) -> None:
-        """The warp has executed one block. The step count includes it."""
+        """Add a block that the warp has executed to its run slice. The step count includes the block."""
         step = self.recorder.step
         run = self._runs[warp.index]
         if run is None:
@@ -274,7 +274,7 @@ class RecordedCta:
         run.blocks += 1
 
     def parks(self, warp: Warp) -> None:
-        """The warp's turn is over. Note its wait, if it waits."""
+        """Open a wait slice if the warp ended its turn in a wait."""
         wait = warp.waiting()
         parked = self._parked[warp.index]
         if wait is None or (parked is not None and parked.wait is wait):
@@ -294,7 +294,7 @@ class RecordedCta:
         self._parked[warp.index] = _Parked(wait, piece, key)
 
     def _key_of(self, warp: Warp, wait: Wait) -> object:
-        """The key of `Recorder.releases` under which the end of a wait will stand."""
+        """The key in `Recorder.releases` of whatever ends the wait."""
         if wait.target is not None:
             for offset, barrier in self.cta.mbarriers.items():
                 if barrier is wait.target:
@@ -309,7 +309,7 @@ class RecordedCta:
         return opcode, self.number, warp.index
 
     def executes(self, warp: Warp, name: str) -> None:
-        """The warp executes a notable instruction."""
+        """Count a notable instruction that the warp executes."""
         opcodes = self.trace.warps[warp.index].opcodes
         opcodes[name] = opcodes.get(name, 0) + 1
         run = self._runs[warp.index]
@@ -320,7 +320,7 @@ class RecordedCta:
         run.opcodes[name] = run.opcodes.get(name, 0) + 1
 
     def executed(self, warp: Warp, instruction: Instruction, outcome: object) -> None:
-        """The instruction is over. `outcome` is its Wait, if it waits. New mbarriers are put under observation."""
+        """Observe what the instruction created, such as mbarriers. `outcome` is its Wait, if it waits."""
         if instruction.parts[0] == "mbarrier" and instruction.parts[1] == "init":
             for offset, barrier in self.cta.mbarriers.items():
                 if not isinstance(barrier, RecordedMBarrier):
@@ -337,7 +337,7 @@ class RecordedCta:
     _barrier: int | None = None
 
     def barrier_states(self) -> States:
-        """The state of every mbarrier and barrier, to see later which one has changed."""
+        """The state of every mbarrier and barrier, to find later which ones have changed."""
         states: States = {
             ("mbarrier", self.number, offset): (barrier.phase, barrier.pending, barrier.transactions)
             for offset, barrier in self.cta.mbarriers.items()
@@ -349,7 +349,7 @@ class RecordedCta:
         return states
 
     def note_arrivals(self, before: States, by: Release) -> None:
-        """Ascribe every change since `before` to the agent at work."""
+        """Attribute every change since `before` to the running agent."""
         self._barrier = None
         for key, state in self.barrier_states().items():
             old = before.get(key)
@@ -392,7 +392,7 @@ class RecordedCta:
     # ---- operations and memories
 
     def issued(self, warp: Warp, operation: Operation) -> OperationTrace:
-        """A warp of this CTA issues an operation."""
+        """Record that a warp of this CTA issues an operation."""
         agent = "copy" if operation.queue is None else "tensor core"
         trace = OperationTrace(self.recorder.next_operation(), operation.what, agent, warp.index, operation.line,
                                operation.text, self.recorder.step)  # fmt: skip
@@ -433,7 +433,7 @@ class RecordedCta:
         use.warps.add(doing.warp.index)
 
     def end(self) -> None:
-        """The launch is over. Complete the trace."""
+        """Complete the trace at the end of the launch."""
         self.trace.smem = [
             SmemUse(verb, by, line, sorted(use.warps), _ranges(use.granules))
             for (verb, by, line), use in sorted(self._uses.items(), key=lambda item: item[0][2])
@@ -456,7 +456,7 @@ def _target(key: object) -> str:
 
 
 def _ranges(granules: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Runs of set granules as byte ranges [first, behind the last). Beyond MAX_RANGES, close the smallest gaps."""
+    """Runs of set granules as half-open byte ranges. Beyond MAX_RANGES, the smallest gaps are closed."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], granules, [False]]).astype(np.int8))).reshape(-1, 2) * 4
     while len(edges) > MAX_RANGES:
         gaps = edges[1:, 0] - edges[:-1, 1]

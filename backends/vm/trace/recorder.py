@@ -1,7 +1,7 @@
 """The observer of a machine that fills a Trace for a person to look at. A machine without one pays nothing.
 
-A recorder instruments a private copy of a kernel's code, so that notable instructions report themselves. It stands
-between the schedule and the warps, and it watches operations begin and end. It never changes who moves next.
+A recorder instruments a private copy of a kernel's code, so that notable instructions report themselves. It sits
+between the schedule and the warps, and it watches operations begin and end. It never changes which agent moves next.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from backends.vm.ptx.ast import Instruction
 
 _SIGNALS = ("mbarrier", "bar", "barrier", "cp", "tcgen05")
-"""First parts of the instructions that may reach a barrier."""
+"""First parts of the opcodes that may arrive at a barrier."""
 MAX_EVENTS = 200_000
 MAX_CTAS = 4
 
 
 class RecordedEngine(Engine):
-    """An engine that says when operations begin and end."""
+    """An engine that reports when operations begin and end."""
 
     __slots__ = ("recorder",)
 
@@ -58,7 +58,7 @@ class RecordedEngine(Engine):
 
 @dataclass(slots=True)
 class Doing:
-    """The agent at work, a warp in an instruction or an operation that ends, and the barriers as they stood before."""
+    """The running agent, a warp in an instruction or an operation that ends, and the barrier states before it."""
 
     warp: Warp | None = None
     instruction: Instruction | None = None
@@ -67,7 +67,7 @@ class Doing:
 
 
 class Recorder:
-    """Fills a Trace. `cta_limit` CTAs a launch are recorded, at most `event_limit` events in all."""
+    """Fills a Trace with at most `cta_limit` CTAs per launch and `event_limit` events in all."""
 
     def __init__(self, event_limit: int = MAX_EVENTS, cta_limit: int = MAX_CTAS) -> None:
         self.trace = Trace("", event_limit=event_limit)
@@ -84,7 +84,7 @@ class Recorder:
         self._issued = 0
 
     def room(self) -> bool:
-        """Whether one more event may be kept. Counts it either way."""
+        """Whether one more event may be kept. The event is counted either way."""
         self.events += 1
         if self.events > self.trace.event_limit:
             self.trace.left_out += 1
@@ -96,11 +96,11 @@ class Recorder:
         return self._issued
 
     def engine(self, defers: bool) -> Engine:
-        """The engine of the machine that this records."""
+        """The engine for the recorded machine."""
         return RecordedEngine(defers, self)
 
     def function(self, function: BoundFunction) -> BoundFunction:
-        """`function` with instrumented code of its own."""
+        """A copy of `function` with instrumented code."""
         if id(function) not in self._functions:
             made = replace(function, code=instrumented(function.code, self))
             self._functions[id(function)] = (function, made)
@@ -108,7 +108,7 @@ class Recorder:
 
     @contextmanager
     def launch(self, run: Run) -> Iterator[None]:
-        """A grid runs, to its end or to the first broken rule."""
+        """Record a grid while it runs, to its end or to the first fault."""
         shape, function = run.shape, run.function
         self.trace.schedule = run.machine.schedule.name
         launch = LaunchTrace(function.name, shape.grid, shape.cluster, shape.block, shape.dynamic_smem,
@@ -126,7 +126,7 @@ class Recorder:
             self._operations.clear()
 
     def cluster_begins(self, cluster: Cluster) -> None:
-        """A cluster has become resident. Record its CTAs while `cta_limit` allows."""
+        """Record the CTAs of a newly resident cluster while `cta_limit` allows."""
         launch = self.trace.launches[-1]
         for cta in cluster.ctas:
             if len(launch.ctas) < self.cta_limit:
@@ -155,7 +155,7 @@ class Recorder:
         return done
 
     def issued(self, operation: Operation) -> None:
-        """A warp issues an operation."""
+        """Record that a warp issues an operation."""
         warp = self.doing.warp
         cta = self.cta_of(warp) if warp is not None else None
         if cta is not None and warp is not None and self.room():
@@ -163,7 +163,7 @@ class Recorder:
 
     @contextmanager
     def ending(self, operation: Operation) -> Iterator[None]:
-        """An operation ends. Ascribe to it what it signals."""
+        """Attribute to an ending operation what it signals."""
         self.step += 1
         found = self._operations.pop(id(operation), None)
         before, self.doing = self.doing, Doing(operation=found, states=self._barrier_states())
@@ -182,7 +182,7 @@ class Recorder:
 
     @contextmanager
     def instruction(self, warp: Warp, instruction: Instruction) -> Iterator[None]:
-        """A warp executes a notable instruction."""
+        """Attribute to a notable instruction the barriers that change while it executes."""
         signals = instruction.parts[0] in _SIGNALS
         before, self.doing = self.doing, Doing(warp, instruction, states=self._barrier_states() if signals else {})
         counters = warp.cta.machine.counters
@@ -210,6 +210,6 @@ class Recorder:
             cta.note_arrivals(self.doing.states, release)
 
     def finished(self) -> Trace:
-        """The trace of all that has run."""
+        """The trace of everything that has run."""
         self.trace.steps = self.step
         return self.trace
