@@ -37,8 +37,8 @@ class Sm100FmhaPlan:
 
     Tensor memory has 512 columns. S is double-buffered (2 x 128) and O takes up to 256. P takes 64 columns per stage.
     It has columns of its own if 2 x 128 + 2 x 64 + O <= 512, which holds for hd 64 and 128. For hd 256 and 512 none are
-    left, and P goes through swizzled shared memory. P never overlaps S, so S[i + 1] is issued before P[i] V[i] and the
-    tensor core has work while the softmax runs.
+    left, and P goes through swizzled shared memory. P never overlaps S, so S[i + 2] does not wait for P[i] V[i], and
+    the tensor core has work while the softmax runs.
 
     O of hd 512 would fill all 512 columns and leave none for S. So a work item computes 256 columns of O (`o_halves` is
     2), and both halves compute the same S. That costs 3/2 of the FLOPs (2 x 512 for S and 512 for O instead of 512 and
