@@ -68,7 +68,7 @@ class Outputs(NamedTuple):
 class Lengths(NamedTuple):
     """Sequence lengths, int32. mStarts_q (sequence + 1): the first query of each sequence, then the total.
 
-    Keys have either mStarts_k, which is alike, or mUsed_k (sequence), the keys of each, with mTable (sequence, page),
+    Keys have either mStarts_k, as for queries, or mUsed_k (sequence), the keys of each, with mTable (sequence, page),
     the page that holds its keys from page * page_size on.
     """
 
@@ -107,7 +107,7 @@ class Problem(NamedTuple):
     Row r is query token r % t at position p = r % t + s_k - t. It sees the keys p - left < j <= p + right. The start of
     a split depends on its number, not on the keys that rows see, so the arithmetic of a row does not depend on the
     other rows of its tile. `scale_log2`: the scale of the scores times log2 e, for base-2 exponentials. The device
-    computes the key tiles of a sequence, and of a split where splits are alike, by `with_tiles`.
+    computes the key tiles of a sequence, and of a split if splits are alike, by `with_tiles`.
 
     With `lengths`, t, s_k and rows are the largest of all sequences; `of` gives the values of one sequence. `group`:
     query heads per kv head.

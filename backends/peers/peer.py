@@ -37,7 +37,7 @@ class Limits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A backend that calls somebody else's kernel.
+    """A backend that calls a third-party kernel.
 
     `packages`: distributions that must be installed, as pip names them. `prepare(case, tensors)` imports them and does
     all the work that is not timed. `recipe`: a sentence about how it is called. `libraries()`: name and version of

@@ -15,7 +15,7 @@ from megamoe.contract import HostArg, HostProgram, Target
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What ptxas gave one kernel: registers a thread, and bytes of stack a thread (0: no spills)."""
+    """What ptxas gave one kernel: registers per thread, and bytes of stack per thread (0: no spills)."""
 
     registers: int
     stack: int

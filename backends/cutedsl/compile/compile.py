@@ -78,7 +78,7 @@ def compile_host_function(
     from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
     with scratch_folder("cutedsl") as folder, modules_unprinted(CutlassBaseDSL), warnings.catch_warnings():
-        # Long static loops are intended: registers cannot be indexed at run time. Where warnings are errors, CuTeDSL
+        # Long static loops are intended: registers cannot be indexed at run time. If warnings are errors, CuTeDSL
         # would turn this one into an unrelated error.
         warnings.filterwarnings("ignore", message="This static loop has")
         kept = f"--gpu-arch {target} --keep-ptx --keep-cubin --dump-dir={folder} --enable-tvm-ffi"

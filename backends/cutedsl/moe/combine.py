@@ -11,7 +11,7 @@ from cutlass import BFloat16, Float32, Int32, Int64
 
 THREADS = 128
 VECTOR = 8
-"""Columns a thread: 16 bytes of bf16."""
+"""Columns per thread: 16 bytes of bf16."""
 COLUMNS = THREADS * VECTOR
 
 

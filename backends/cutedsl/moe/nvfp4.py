@@ -13,7 +13,7 @@ VECTOR = 16
 
 
 class Nvfp4(NamedTuple):
-    """A matrix, or one per expert: codes u8 (..., rows, K / 2), two a byte; sf u8 (..., row tiles, atoms, 512).
+    """A matrix, or one per expert: codes u8 (..., rows, K / 2), two per byte; sf u8 (..., row tiles, atoms, 512).
 
     Block scales are swizzled: an atom holds the scales of 128 rows and 64 columns.
     """

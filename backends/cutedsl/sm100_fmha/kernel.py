@@ -6,7 +6,7 @@
     MMA, TMA     a warp each, in the last warpgroup; its other two warps only give up their registers
 
 A CTA walks over work items (batch x kv head, split of the keys, tile of 128 rows, half of O) with a fixed stride. The
-query heads of a kv head are folded into rows: heads of one group lie next to each other, so q can be viewed as
+query heads of a kv head are folded into rows: heads of one group are adjacent in memory, so q can be viewed as
 [batch * kv_heads, heads / kv_heads * t, hd] without a copy. All sizes, the mask and the scale are run-time values; a
 tile whose keys are all visible skips the mask. plan.py lays out shared and tensor memory and says why.
 

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """The combine kernel of split keys: O = sum_i w_i O_i with w_i = exp(lse_i - lse).
 
-A team of warps combines 128 columns of a row, 64 where hd is 64. For few splits a team is one warp, and its loads begin
+A team of warps combines 128 columns of a row, 64 for hd 64. For few splits a team is one warp, and its loads begin
 before the weights are known. For many splits eight warps share the splits.
 """
 
@@ -33,7 +33,7 @@ def columns_of(hd: int) -> int:
 def load_parts(rPart: cute.Tensor, mO_part: cute.Tensor, first: Int32, stride: int, splits: Int32, part: Int64, step):
     """Load rPart (vector, k): this thread's columns of split first + k * stride, zeros past the last split.
 
-    `part`: the first of this thread's elements of split 0; `step`: elements a split.
+    `part`: the first of this thread's elements of split 0; `step`: elements per split.
     """
     vector = cutlass.const_expr(cute.size(rPart, mode=[0]))
     for k in cutlass.range(cute.size(rPart, mode=[1]), unroll_full=True):

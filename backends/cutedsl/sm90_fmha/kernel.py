@@ -6,7 +6,7 @@
                      accumulator registers. With shared columns, or rows of hd 64, there may be three (plan.py)
 
 A CTA takes work items (batch x kv head, split of the keys, tile of query rows) one after another; order.py says which.
-The query heads of a kv head are folded into rows: heads of one group lie next to each other, so q can be viewed as
+The query heads of a kv head are folded into rows: heads of one group are adjacent in memory, so q can be viewed as
 [batch * kv_heads, heads / kv_heads * t, hd] without a copy. All sizes, the mask and the scale are run-time values; a
 tile whose keys are all visible skips the mask. plan.py says how the consumers share an item, and why.
 

@@ -1,6 +1,6 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""The TMA producer warps: Q once a work item, K and V slab by slab through a ring, in the order of its consumers.
+"""The TMA producer warps: Q once per work item, K and V slab by slab through a ring, in the order of its consumers.
 
 For ragged sequences, TMA writes zeros past the last key of a sequence. Memory there holds values of another sequence or
 leftovers in a page, which may be infinite or NaN, and 0 times these is NaN. The rows of a Q tile are then scattered in

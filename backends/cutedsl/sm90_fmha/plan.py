@@ -26,11 +26,11 @@ GROUP_M = 64
 PANEL_COLUMNS = 64
 """Columns of a panel in shared memory: one 128-byte swizzle row of bf16."""
 MERGE_REGISTERS = 32
-"""Accumulator registers a thread that one pass of the merge carries over."""
+"""Accumulator registers per thread that one pass of the merge carries over."""
 P_STAGES = 2
 """Tiles of P that the warpgroup that computes S may be ahead of the warpgroups that hold O."""
 MAX_SPLITS = 256
-"""Each warp of the combine kernel keeps the weights of all splits, eight a lane."""
+"""Each warp of the combine kernel keeps the weights of all splits, eight per lane."""
 DECODE_T = 16
 """The most query tokens per sequence for which the warpgroups share the keys rather than the rows."""
 CHUNK_T = 128
@@ -76,8 +76,8 @@ class Sm90FmhaPlan:
       tile of keys. At the end the second hands O and its row statistics to the first through shared memory. For
       decoding: the two never wait for each other, so loads, softmax and MMAs of one overlap those of the other.
     - columns: a tile has 64 query rows. One warpgroup computes S and the softmax, and hands P over in shared memory.
-      Two others hold half of the columns of O each. For hd 512, where O takes 64 x 256 fp32, 128 registers a thread. K
-      and V have separate rings: a slab of K is 128 keys by 64 columns, a slab of V 16 keys by all columns.
+      Two others hold half of the columns of O each. For hd 512, where O takes 64 x 256 fp32, 128 registers per thread.
+      K and V have separate rings: a slab of K is 128 keys by 64 columns, a slab of V 16 keys by all columns.
 
     - lone: a tile has 64 query rows. A CTA is one warpgroup with one tile of keys, which is a split. For short caches.
 
@@ -365,7 +365,7 @@ def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
     """The plan for a way to share the work, if the sizes need no other.
 
     Rows: S, P and O take 3/4 tile_n + hd / 2 of a thread's 240 registers. At hd 64 larger tiles are faster where a
-    sequence has few rows (128 rows on 8192 keys: 74 us with 224 keys a tile, 77 with 192, 80 with 160), and smaller
+    sequence has few rows (128 rows on 8192 keys: 74 us with 224 keys per tile, 77 with 192, 80 with 160), and smaller
     ones where tiles are masked. At hd 128 tiles of 128 keys are at least as fast as tiles of 160.
     At hd 256 neighbours share loads: 512 queries on 4096 keys take 181 us in clusters of two and 183 without, 4096 1478
     and 1549, at the power cap (results/records/h200-fmha-variants.json).

@@ -36,7 +36,7 @@ named = partial(kernel_named, FAMILY)
 
 
 class Sm90Moe:
-    """The host function for GEMMs of `width` columns a tile, with bf16 activations or NVFP4 ones.
+    """The host function for GEMMs of `width` columns per tile, with bf16 activations or NVFP4 ones.
 
     `call` in all methods: the arguments, named as in program.PARAMETERS.
     """
