@@ -1,6 +1,6 @@
 """The production backend: kernels in CuTeDSL, compiled without a GPU; CuTeDSL is imported only to compile.
 
-A folder with a program.py is a kernel's. What kernels share lies in the other folders.
+A folder with a program.py holds one kernel. Everything else is shared by kernels.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 
 class CutedslBackend:
-    """Programs compiled from CuTeDSL. `cta_group`: CTAs that share a tile of MoE, 1 or 2; None: whichever is faster.
+    """Programs compiled from CuTeDSL. `cta_group`: CTAs that share an MoE tile on sm_100a, 1 or 2; None: the faster.
 
-    On the command line it is `cutedsl`; `backends.cutedsl:CTA_PAIRS` and `:SINGLE_CTAS` compute every case of MoE one
-    way.
+    On the command line it is `cutedsl`. `backends.cutedsl:CTA_PAIRS` and `:SINGLE_CTAS` fix `cta_group` for every case.
     """
 
     def __init__(self, name: str = "cutedsl", cta_group: int | None = None) -> None:
@@ -47,7 +46,10 @@ class CutedslBackend:
 
 
 def _on_few(case: Case, **then: int) -> dict[str, int]:
-    """What a program is told of the axis `sms`, and what is so `then`: keys in parts are for SMs that are idle."""
+    """Arguments for a case that limits its SMs (axis `sms`): max_ctas and `then`; {} for any other case.
+
+    Attention then has one split: splits are there to fill idle SMs.
+    """
     return {} if case["sms"] is None else {"max_ctas": case.int("sms"), **then}
 
 

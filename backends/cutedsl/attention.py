@@ -1,6 +1,6 @@
-"""What a call of an attention kernel is, whatever the target: its parameters, the sizes that plans depend on, the call.
+"""The call of an attention kernel on any target: its parameters, the sizes that plans depend on, its arguments.
 
-Imports no CuTeDSL. attention_tiles.py has what the device code shares.
+Imports no CuTeDSL. attention_tiles.py has the shared device code.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
     **dict.fromkeys(("splits", "max_ctas"), ScalarParameter("s32")),
     "stream": StreamParameter(),
 }
-"""What a host function takes. A tensor's name in the case is its parameter's without the m, in small letters.
+"""Parameters of a host function. A tensor's name in the case is the parameter's without the m, in lower case.
 
 mQ, mO (batch * kv_heads, heads / kv_heads * t, hd); mK, mV (batch * kv_heads, s_k, hd); mLSE (batch * kv_heads *
-heads / kv_heads * t), natural logarithm; mO_part and mLSE_part the workspaces of `splits` partials, unused when
+heads / kv_heads * t), natural logarithm; mO_part and mLSE_part: workspaces for `splits` partials, unused when
 `splits` is 1. `t`: query tokens. A query at p sees keys j with p - left < j <= p + right. At most `max_ctas` CTAs share
 the work.
 """
 
 
 SINK: Final[Mapping[str, Parameter]] = {"mSink": TensorParameter("f32", ("heads",), align=4)}
-"""What a host function with sinks takes besides: mSink (heads), natural logarithms."""
+"""The extra parameter of a host function with sinks: mSink (heads), natural logarithms."""
 
 
 def _lengths(*dims: str) -> TensorParameter:
@@ -63,21 +63,21 @@ RAGGED: Final[Mapping[str, Parameter]] = {
     "s_k": ScalarParameter("s32"),
     "mCu_seqlens_q": _lengths("starts"),
 }
-"""What differs where sequences have lengths of their own: the tensors have the tokens of all of them, `t` and `s_k` are
+"""Parameters that differ for ragged sequences. The tensors hold the tokens of all sequences, `t` and `s_k` are upper
 bounds, and sequence b has the queries mCu_seqlens_q[b] to mCu_seqlens_q[b + 1] - 1. mLSE (total_q * heads)."""
 STARTS: Final[Mapping[str, Parameter]] = {"mCu_seqlens_k": _lengths("starts")}
 PAGES: Final[Mapping[str, Parameter]] = {"mSeqused_k": _lengths("batch"), "mBlock_table": _lengths("batch", "pages")}
-"""Its keys: from where to where, or how many and in which pages."""
+"""The keys of ragged sequences: by start offsets (STARTS), or by counts and page tables (PAGES)."""
 
 
 SHORT_PARTS: Final[Mapping[str, Parameter]] = {"mO_part": TensorParameter("bf16", ("part_elements",))}
-"""What differs where partials of O are rounded to bf16."""
+"""The parameter that differs when partials of O are rounded to bf16."""
 
 
 def parameters_of(
     sinks: bool, ragged: bool = False, paged: bool = False, short_parts: bool = False
 ) -> Mapping[str, Parameter]:
-    """What a host function takes, with or without sinks, lengths of sequences, pages, partials in bf16."""
+    """The parameters of a host function, with or without sinks, ragged sequences, pages, partials in bf16."""
     parameters = {**PARAMETERS, **SINK} if sinks else PARAMETERS
     parameters = {**parameters, **SHORT_PARTS} if short_parts else parameters
     return {**parameters, **RAGGED, **(PAGES if paged else STARTS)} if ragged else parameters
@@ -108,10 +108,10 @@ def sizes_of(case: Case) -> FmhaSizes:
 def attention_call(
     artifact: Artifact, case: Case, splits: int, max_ctas: int, short_parts: bool = False
 ) -> HostProgram:
-    """The call of `artifact`, a host function of the parameters of `case`, that performs `case` in `splits` parts.
+    """The call of `artifact` that performs `case` with its keys in `splits` parts.
 
-    Where K and V are one latent tensor the kernel reads it as both. The second read of a tile comes soon after the
-    first, so memory is read once and L2 twice.
+    `artifact` is compiled for the parameters of `case`. If K and V are one latent tensor, the kernel reads it as both.
+    The second read of a tile comes soon after the first, so a tile is read once from memory and twice from L2.
     """
     sized = sizes_of(case)
     rows, kv_batches, hd, page = sized.rows, sized.kv_batches, sized.hd, case.int("page_size")

@@ -1,6 +1,6 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""What persistent attention kernels share on the device: tensors, run-time sizes, work items and the keys these see."""
+"""Device code that persistent attention kernels share: tensors, run-time sizes, work items and the keys they see."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ P then stays below 256, in bf16's range and harmless to the fp32 sums, and most 
 
 
 class Plan(Protocol):
-    """What the division of the work needs of a kernel's plan.
+    """The part of a kernel's plan that divides the work.
 
     A tile has `tile_m` query rows and `tile_n` keys; `o_halves` work items share it, each with its columns of O.
     """
@@ -37,14 +37,14 @@ class Plan(Protocol):
     @property
     def o_halves(self) -> int: ...
     def part_begin(self, problem: Problem, split: Int32) -> Int32:
-        """The first key tile of a split, by its number alone."""
+        """The first key tile of a split, whatever keys the rows see."""
         ...
 
 
 class Inputs(NamedTuple):
     """TMA loads of Q (rows, hd, kv_batch), K (s_k, hd, kv_batch) and V (hd, s_k, kv_batch).
 
-    Where sequences have lengths of their own: mQ (token, head, hd) itself, and K and V of `clipped_tensors`.
+    For ragged sequences: mQ (token, head, hd) itself, and K and V of `clipped_tensors`.
     """
 
     q: TmaTensor | cute.Tensor
@@ -53,10 +53,10 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where results go: with one split to o and lse, else to the partials, O normalised within its split, fp32.
+    """Destinations of the results: o and lse with one split, else the partials, with O normalised within its split.
 
-    mO (kv_batch, row, hd) bf16; mLSE (kv_batch * row) f32; mO_part (split, kv_batch, row, hd) f32;
-    mLSE_part (split, kv_batch, row) f32. All natural logarithms.
+    mO (kv_batch, row, hd) bf16; mLSE (kv_batch * row) f32; mO_part (split, kv_batch, row, hd) f32, or bf16 where the
+    plan has short parts; mLSE_part (split, kv_batch, row) f32. All natural logarithms.
     """
 
     mO: cute.Tensor
@@ -66,10 +66,10 @@ class Outputs(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Lengths of sequences, int32. mStarts_q (sequence + 1): the first query of each, and the number of all.
+    """Sequence lengths, int32. mStarts_q (sequence + 1): the first query of each sequence, then the total.
 
-    Of keys either the same, mStarts_k, or mUsed_k (sequence), the number of each, and mTable (sequence, page), the page
-    that holds its keys from page * page_size on.
+    Keys have either mStarts_k, as for queries, or mUsed_k (sequence), the keys of each, with mTable (sequence, page),
+    the page that holds its keys from page * page_size on.
     """
 
     mStarts_q: cute.Tensor
@@ -79,8 +79,10 @@ class Lengths(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """Sequence `number`: its queries and keys, and the first of them in q and, without pages, in k. `kv_head`: of its
-    work item; the columns of that in k and v begin at `first_column`."""
+    """Sequence `number`: how many queries and keys it has, and where they begin in q and, without pages, in k.
+
+    `kv_head` is the work item's; the head's columns in k and v begin at `first_column`.
+    """
 
     number: Int32
     kv_head: Int32
@@ -92,7 +94,7 @@ class Sequence(NamedTuple):
 
 
 class Divisors(NamedTuple):
-    """What rows and work items are divided by where all sequences have the same lengths."""
+    """Divisors of row and work item numbers, when all sequences have the same lengths."""
 
     t: Divisor
     row_tiles: Divisor
@@ -102,12 +104,13 @@ class Divisors(NamedTuple):
 class Problem(NamedTuple):
     """Run-time sizes. `rows` counts the query rows of one (batch, kv head): heads // kv_heads * t, head-major.
 
-    Row r is query token r % t, whose position is p = r % t + s_k - t. It sees the keys p - left < j <= p + right.
-    Where a split begins follows from its number alone, whatever keys the rows see: so the arithmetic of a row does not
-    depend on the rows that share its tile. `scale_log2`: the scale of the scores times log2 e, for base-2 exponentials.
-    The device computes the key tiles of a sequence, and of a split where splits are alike: `with_tiles`.
-    With `lengths` t, s_k and rows are the largest of all sequences; `of` gives those of one. `group`: query heads of a
-    kv head.
+    Row r is query token r % t at position p = r % t + s_k - t. It sees the keys p - left < j <= p + right. The start of
+    a split depends on its number, not on the keys that rows see, so the arithmetic of a row does not depend on the
+    other rows of its tile. `scale_log2`: the scale of the scores times log2 e, for base-2 exponentials. The device
+    computes the key tiles of a sequence, and of a split if splits are alike, by `with_tiles`.
+
+    With `lengths`, t, s_k and rows are the largest of all sequences; `of` gives the values of one sequence. `group`:
+    query heads per kv head.
     """
 
     rows: Int32
@@ -127,7 +130,7 @@ class Problem(NamedTuple):
     divisors: Divisors | None = None
 
     def sequence(self, kv_batch: Int32, hd: int) -> Sequence | None:
-        """The sequence of a kv_batch, where sequences have lengths of their own."""
+        """The sequence of a kv_batch; None if sequences are not ragged."""
         lengths, kv_heads = self.lengths, self.kv_heads
         if lengths is None or kv_heads is None:
             return None
@@ -143,26 +146,26 @@ class Problem(NamedTuple):
         return Sequence(number, kv_head, kv_head * hd, t, s_k, first_q, first_k)
 
     def of(self, sequence: Sequence | None, plan: Plan) -> Problem:
-        """The sizes of one sequence. One without queries has no rows; its t is 1, so that rows can be divided by it."""
+        """The sizes of one sequence. Without queries it has no rows, but its t is 1, because t is a divisor."""
         if sequence is None or self.group is None:
             return self
         t, rows = cutlass.max(sequence.t, Int32(1)), sequence.t * self.group
         return self._replace(t=t, s_k=sequence.s_k, rows=rows).with_tiles(plan)
 
     def with_divisors(self) -> Problem:
-        """The same with its divisors, computed on the host; without, where sequences have lengths of their own."""
+        """This problem with its divisors, computed on the host; unchanged for ragged sequences."""
         if self.lengths is not None:
             return self
         return self._replace(divisors=Divisors(*map(divisor_of, (self.t, self.row_tiles, self.splits))))
 
     def head_and_token(self, row: Int32, same: bool = True) -> tuple[Int32, Int32]:
-        """The query head of a row among those of its kv head, and its token. `same`: as in Divisor.parts."""
+        """The query head of a row, counted within its kv head, and its token. `same`: as in Divisor.parts."""
         if self.divisors is None:
             return parts(row, self.t)
         return self.divisors.t.parts(row, same)
 
     def with_tiles(self, plan: Plan) -> Problem:
-        """The same with its key tiles."""
+        """This problem with its key tiles."""
         key_tiles = (self.s_k + plan.tile_n - 1) // plan.tile_n
         return self._replace(key_tiles=key_tiles, split_tiles=(key_tiles + self.splits - 1) // self.splits)
 
@@ -198,23 +201,23 @@ def tma_tensors(hd: int, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> t
 
 
 CLIP_END = 1 << 30
-"""One past the last row of `clipped_tensors`, and the place in mode `wrap`."""
+"""One past the last row of `clipped_tensors`, and the coordinate in mode `wrap`."""
 WRAP_BYTES = 1 << 34
-"""CLIP_END times as much is 2^64, which is nothing to an address."""
+"""CLIP_END times WRAP_BYTES is 2^64, which leaves an address unchanged."""
 
 
 def clipped_tensors(mK: cute.Tensor, mV: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
     """K (row, column, end, wrap) and V (column, row, end, wrap) of mK and mV (row, kv_head, hd): TMA loads some rows.
 
-    Column c of kv head h is h * hd + c. A box shall have the rows from `first` on, and zeros for all but the first
-    `valid` of them. It begins at row CLIP_END - valid, of CLIP_END, so that TMA takes the others for rows past the end.
-    Mode `end` has the same stride; it is first + valid. CLIP_END rows are too much then. Mode `wrap`, always CLIP_END,
-    takes them off: its stride is that of a row less than WRAP_BYTES, and addresses wrap around at 2^64. Triton's ragged
-    tensor descriptors are made like this (triton.tools.ragged_tma).
+    Column c of kv head h is h * hd + c. A box holds the rows from `first` on, with zeros for all but the first `valid`.
+    It begins at row CLIP_END - valid of CLIP_END, so TMA treats the other rows as past the end. Mode `end` has the
+    stride of a row, and its coordinate is first + valid. The address is then CLIP_END rows too high. Mode `wrap`, with
+    coordinate CLIP_END, takes them off: its stride is WRAP_BYTES less one row, and addresses wrap around at 2^64.
+    Triton's ragged tensor descriptors are made like this (triton.tools.ragged_tma).
 
-    So the map begins where the tensor does. A map that begins below it would need no wrapping, but TMA of an H200 reads
-    the first byte of the map for a box without a row (results/records/h200-tma-out-of-bounds.json), and below a tensor
-    there may be no memory.
+    The map thus begins where the tensor does. A map that begins below the tensor would need no wrapping. But the TMA
+    unit of an H200 reads the first byte of the map even for a box without a row
+    (results/records/h200-tma-out-of-bounds.json), and there may be no memory below a tensor.
     """
     rows, kv_heads, hd = mK.shape
     step = cute.assume(Int64(kv_heads) * hd, divby=hd)
@@ -229,7 +232,7 @@ def clipped_tensors(mK: cute.Tensor, mV: cute.Tensor) -> tuple[cute.Tensor, cute
 
 
 def ragged_problem_of(call: SimpleNamespace, plan: Plan) -> Problem:
-    """The sizes of `call`, the arguments by the names of attention.RAGGED."""
+    """The sizes of `call`, whose arguments are named as in attention.RAGGED."""
     heads, kv_heads, batch = call.mQ.shape[1], call.mK.shape[1], call.mCu_seqlens_q.shape[0] - 1
     group = heads // kv_heads
     row_tiles = (group * call.t + plan.tile_m - 1) // plan.tile_m
@@ -251,7 +254,7 @@ def ragged_problem_of(call: SimpleNamespace, plan: Plan) -> Problem:
 
 
 def problem_of(call: SimpleNamespace, plan: Plan) -> Problem:
-    """The sizes of `call`, the arguments by the names of attention.PARAMETERS."""
+    """The sizes of `call`, whose arguments are named as in attention.PARAMETERS."""
     kv_batches, rows, _ = call.mQ.shape
     row_tiles = (rows + plan.tile_m - 1) // plan.tile_m
     return Problem(
@@ -268,7 +271,7 @@ def problem_of(call: SimpleNamespace, plan: Plan) -> Problem:
 
 
 def attention_item(plan: Plan, problem: Problem, index: Int32) -> AttentionItem:
-    """Work item `index`. Neighbours share keys, O halves first, then row tiles, so that L2 serves the second reader."""
+    """Work item `index`. Neighbours (O halves first, then row tiles) share keys, so L2 serves the second reader."""
     o_half = index % plan.o_halves
     rest = index // plan.o_halves
     if problem.divisors is None:
@@ -283,7 +286,7 @@ def attention_item(plan: Plan, problem: Problem, index: Int32) -> AttentionItem:
 def item_at(
     plan: Plan, problem: Problem, kv_batch: Int32, split: Int32, row_tile: Int32, o_half: Int32
 ) -> AttentionItem:
-    """The work item of these numbers."""
+    """The work item with these numbers."""
     tile_m, tile_n = plan.tile_m, plan.tile_n
     sequence = problem.sequence(kv_batch, plan.hd)
     problem = problem.of(sequence, plan)
@@ -320,5 +323,5 @@ def item_at(
 
 
 def allocate_operand(allocator: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> cute.Tensor:
-    """bf16 in shared memory in the swizzled `layout`."""
+    """A bf16 tensor in shared memory with the swizzled `layout`."""
     return allocator.allocate_tensor(cutlass.BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner)

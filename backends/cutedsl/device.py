@@ -6,7 +6,7 @@ SMEM_BYTES = 224 * 1024
 H200_SM_COUNT = 132
 B200_SM_COUNT = 148
 TMEM_LANES = 128
-"""Lanes of tensor memory: the rows of a tile, one thread of a warpgroup each."""
+"""Lanes of tensor memory. A lane holds a row of a tile and belongs to one thread of a warpgroup."""
 TMEM_COLUMNS = 512
 LN2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Rings of stages in shared memory: a full and an empty mbarrier a stage, and where an agent stands in its ring.
+"""Rings of stages in shared memory: a full and an empty mbarrier per stage, and the position of an agent in its ring.
 
 CuTeDSL's pipeline classes choose a ring when the code is traced. Here a warpgroup chooses one of two at run time, by
 the number of its first stage, and one copy of the code serves both rings.
@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, memory
 
 
 class StageRing(NamedTuple):
-    """One of several rings of `stages` stages each. Stages are numbered through all rings, and so are the barriers.
+    """One of several rings of `stages` stages each. Stages and their barriers are numbered across all rings.
 
     `full` and `empty` point to the barriers of stage 0; `first` is the first stage of this ring.
     """
@@ -28,7 +28,7 @@ class StageRing(NamedTuple):
 
 
 class RingPlace(NamedTuple):
-    """Where an agent stands: a stage, and the parity of the phase that it waits for next."""
+    """The position of an agent: a stage, and the parity of the phase that it waits for next."""
 
     stage: Int32
     parity: Int32
@@ -61,7 +61,8 @@ def allocate_rings(allocator: memory.SmemAllocator, stages: int, rings: int = 1)
 def init_rings(ring: StageRing, rings: int, consumers: int, producers: int = 1) -> None:
     """Initialise the barriers of all rings, by one thread.
 
-    `producers` arrivals and the announced bytes make a stage full; one of each of `consumers` warps makes it empty.
+    `producers` arrivals and the announced bytes make a stage full; an arrival of each of `consumers` warps makes it
+    empty.
     """
     for stage in range(ring.stages * rings):
         cute.arch.mbarrier_init(ring.full + stage, producers)
@@ -69,7 +70,7 @@ def init_rings(ring: StageRing, rings: int, consumers: int, producers: int = 1) 
 
 
 def ring_number(ring: StageRing, number: Int32) -> StageRing:
-    """Ring `number` of those that were allocated with `ring`."""
+    """Ring `number` of the rings that were allocated with `ring`."""
     return ring._replace(first=number * ring.stages)
 
 
@@ -79,7 +80,7 @@ def ring_start(ring: StageRing, producer: bool) -> RingPlace:
 
 
 def advanced(ring: StageRing, place: RingPlace, count: Int32 | int = 1) -> RingPlace:
-    """The place `count` stages on, at most a whole round."""
+    """The place `count` stages further, at most a whole round."""
     following = place.stage + count
     if isinstance(count, int) and count == 1:
         wraps, wrapped = following == ring.first + ring.stages, ring.first + Int32(0)
@@ -103,14 +104,14 @@ def acquire(ring: StageRing, place: RingPlace, size: cutlass.Constexpr):
 
 @cute.jit
 def announce(ring: StageRing, place: RingPlace, size: cutlass.Constexpr):
-    """Announce `size` bytes to the stage, which nobody reads any more."""
+    """Announce `size` bytes to the stage, which must be empty."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ring.full + place.stage, size)
 
 
 @cute.jit
 def make_full(ring: StageRing, place: RingPlace):
-    """Make what this warp has stored in the stage visible to MMAs and threads that wait for it."""
+    """Make this warp's stores to the stage visible to MMAs and threads that wait for the stage."""
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
     with cute.arch.elect_one():

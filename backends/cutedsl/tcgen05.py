@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""What a kernel around tcgen05 needs whatever it computes: rings between warps, tensor memory, fences."""
+"""Parts that every tcgen05 kernel needs: rings between warps, tensor memory, fences."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,10 @@ class Ring(NamedTuple):
 
 
 def make_ring(kind: type, smem: memory.SmemAllocator, stages: int, producers: int, consumers: int, **options) -> Ring:
-    """A ring of a CuTeDSL pipeline class between so many arriving threads; `sync_rings` makes its barriers visible."""
+    """A ring of a CuTeDSL pipeline class, with the numbers of threads that arrive at each end.
+
+    pipeline_init_arrive and pipeline_init_wait make its barriers visible.
+    """
     made = kind.create(
         num_stages=stages,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, producers),
@@ -40,9 +43,9 @@ def make_ring(kind: type, smem: memory.SmemAllocator, stages: int, producers: in
 def make_tmem(
     smem: memory.SmemAllocator, allocator_warp: int, users: int, cta_group: int | None = None
 ) -> memory.TmemAllocator:
-    """The allocator of tensor memory. `users`: threads that take its address, those of the allocating warp included.
+    """The allocator of tensor memory. `users`: threads that take its address, including the allocating warp's.
 
-    `cta_group`: 1 or 2 in a kernel that may run in pairs, which free tensor memory together; None in any other.
+    `cta_group`: 1 or 2 in a kernel that may run in CTA pairs, which free tensor memory together; None in any other.
     """
     address = smem.allocate_array(Int32, 1)
     freed = None if cta_group is None else smem.allocate_array(Int64, 1)
@@ -57,47 +60,47 @@ def make_tmem(
 
 @cute.jit
 def allocate_tmem(tmem: memory.TmemAllocator) -> cute.Pointer:
-    """Take all of tensor memory; for the warpgroup of the allocating warp, which also frees it."""
+    """Allocate all of tensor memory. The warpgroup of the allocating warp calls this, and also frees it."""
     tmem.allocate(TMEM_COLUMNS)
     return address_of_tmem(tmem)
 
 
 @cute.jit
 def address_of_tmem(tmem: memory.TmemAllocator) -> cute.Pointer:
-    """The first address, once it is allocated; for every other user."""
+    """The first address of tensor memory, once it is allocated. Every other user calls this."""
     tmem.wait_for_alloc()
     return tmem.retrieve_ptr(Float32)
 
 
 @cute.jit
 def free_tmem(tmem: memory.TmemAllocator, tmem_ptr: cute.Pointer):
-    """Give tensor memory back; for the warpgroup that allocated it, whose reads are the last uses by anyone."""
+    """Free tensor memory. The warpgroup that allocated it calls this; its reads must be the last use."""
     tmem.relinquish_alloc_permit()
     pipeline.NamedBarrier(barrier_id=2, num_threads=WARPGROUP).arrive_and_wait()
     tmem.free(tmem_ptr)
 
 
 def fence_before_sync() -> None:
-    """Order what this thread did in tensor memory, and waited for, before its next arrive (PTX ISA 9.7.16.6.4.4).
+    """Order this thread's completed accesses to tensor memory before its next arrive (PTX ISA 9.7.16.6.4.4).
 
-    CuTeDSL's pipelines leave this fence and the next to their user.
+    CuTeDSL's pipelines leave this fence and `fence_after_sync` to their user.
     """
     nvvm_wrapper.tcgen05_fence("before_thread_sync")
 
 
 def fence_after_sync() -> None:
-    """Order what this thread does in tensor memory from here on after the wait that it has just done."""
+    """Order this thread's later accesses to tensor memory after the wait that it has just done."""
     nvvm_wrapper.tcgen05_fence("after_thread_sync")
 
 
 def tmem_rows(tmem_ptr: cute.Pointer, columns: int) -> cute.Tensor:
-    """(128, columns) fp32 words of tensor memory from `tmem_ptr`. A lane is 2^16 addresses on (facts.md 1)."""
+    """(128, columns) fp32 words of tensor memory from `tmem_ptr`. Lanes are 2^16 addresses apart (facts.md 1)."""
     return cute.make_tensor(tmem_ptr, cute.make_layout((TMEM_LANES, columns), stride=(1 << 16, 1)))
 
 
 @cute.jit
 def load_row(tmem_ptr: cute.Pointer, rRow: cute.Tensor, thread: Int32, first: cutlass.Constexpr = 0):
-    """rRow (a multiple of 32) f32: this thread's row from column `first` after `tmem_ptr`. The caller waits for it.
+    """Load rRow f32 (a multiple of 32): this thread's row from column `first` after `tmem_ptr`. The caller waits.
 
     32x32b: thread t of the warpgroup has lane t, register r column r.
     """
@@ -113,7 +116,7 @@ def load_row(tmem_ptr: cute.Pointer, rRow: cute.Tensor, thread: Int32, first: cu
 
 @cute.jit
 def store_row(rRow: cute.Tensor, tmem_ptr: cute.Pointer, thread: Int32, first: cutlass.Constexpr = 0):
-    """The words of rRow to this thread's row from column `first` after `tmem_ptr`. The caller waits for the store."""
+    """Store the words of rRow to this thread's row from column `first` after `tmem_ptr`. The caller waits."""
     columns = cutlass.const_expr(cute.size(rRow))
     tRow = tmem_rows(tmem_ptr, columns)
     atom = cute.make_copy_atom(tcgen05.copy.St32x32bOp(tcgen05.copy.Repetition(columns)), Float32)

@@ -1,6 +1,6 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""Operands as TMA takes them: an atom with its coordinates, and the views that one copy after another walks along."""
+"""Operands for TMA: an atom with its coordinates, and the views that successive copies walk along."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ class TmaViews(NamedTuple):
     sX: cute.Tensor
 
     def load(self, coordinate: tuple, slot, stage: Int32 | None = None) -> None:
-        """Queue the load of a tile into `stage`, that of the ring's `slot` if None, to arrive at its barrier."""
+        """Queue the load of a tile into `stage` (None: the stage of `slot`). It arrives at the barrier of `slot`."""
         gX, sX = self.gX[None, *coordinate], self.sX[None, slot.index if stage is None else stage]
         cute.copy(self.atom, gX, sX, tma_bar_ptr=slot.barrier)
 

@@ -34,7 +34,7 @@ def _row(cells: list[str] | tuple[str, ...]) -> str:
 
 
 if __name__ == "__main__":
-    # A reader such as `head` may leave; the default of the system then ends this process, with no traceback.
+    # When a reader such as `head` closes the pipe, the default action of SIGPIPE ends this process without a traceback.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(table())
     for one in PEERS:

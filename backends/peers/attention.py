@@ -1,14 +1,14 @@
-"""Attention as other people's interfaces take it: flash-attention 3 and 4, cudnn-frontend, the kernels inside torch.
+"""Attention through other people's interfaces: flash-attention 3 and 4, cudnn-frontend, the kernels inside torch.
 
 Flash-attention 3 (the wheel fa3-fwd) and 4 (flash-attn-4) each have a Python interface of their own. Both take q, k and
 v as [batch, rows, heads, hd]; ours go in as transposed views, with the last dimension contiguous. Both align masks
-bottom-right, and their window counts the keys left of the query without its own. Neither public function takes an
-output; `collect` copies o and lse.
+bottom-right. Their window counts the keys to the left of the query, without the query's own. Neither public function
+takes an output; `collect` copies o and lse.
 
-The CuTeDSL kernel of nvidia-cudnn-frontend for Hopper is the only packaged one with hd 512. It takes q, k and v as they
-lie, [batch, heads, rows, hd]. Its wrapper does not pack heads that share keys into a tile and would read the cache once
-a head, so heads are folded into rows, a view, where no key is hidden. The wrapper allocates o and lse; `collect` copies
-them. It compiles on first use, when the call is prepared.
+The CuTeDSL kernel of nvidia-cudnn-frontend for Hopper is the only packaged one with hd 512. It takes our q, k and v
+directly, [batch, heads, rows, hd]. Its wrapper does not pack heads that share keys into a tile and would read the cache
+once a head. So heads are folded into rows (a view) where no key is hidden. The wrapper allocates o and lse; `collect`
+copies them. It compiles on first use, when the call is prepared.
 
 The kernels inside torch are one peer each, through the operators beneath scaled_dot_product_attention. The public
 function picks a kernel by its own rules and returns no lse; the operators do the same work and return it. q, k and v
@@ -41,10 +41,10 @@ ALL_HD = (64, 128, 256, 512)
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The parts of a case's mask that hide a key, bottom-right aligned: query i stands at key i + s_k - t.
+    """The parts of a case's mask that hide a key, bottom-right aligned: query i is at key i + s_k - t.
 
     A single query sees every key under `causal`, and a window as long as the cache hides nothing: neither counts here.
-    `window`: keys that a query sees at most, its own included, or None. `blind`: whether some query sees no key.
+    `window`: the most keys that a query sees, its own included, or None. `blind`: whether some query sees no key.
     """
 
     causal: bool
@@ -81,9 +81,9 @@ RAGGED = "sequences of their own lengths, or pages: no recipe here passes length
 
 @dataclass(frozen=True, slots=True)
 class AttentionLimits:
-    """The part of fmha that a peer has: the head dimensions `hd`, and a reason for each option that it lacks.
+    """The part of fmha that a peer supports: the head dimensions `hd`, and a reason for each option that it lacks.
 
-    None: it has the option. `offset_causal`: causal with t != s_k, bottom-right aligned. `open_window`: a window
+    None: it supports the option. `offset_causal`: causal with t != s_k, bottom-right aligned. `open_window`: a window
     without causal. `blind`: queries that see no key. `masked_gqa`: fewer KV heads than heads, under a mask.
     """
 

@@ -1,13 +1,13 @@
 """Other people's grouped GEMMs, on NVFP4 expert weights: rows sorted by expert, with no padding between them.
 
-Only stage `l2` is comparable. Its operands are NVFP4 numbers, and code times block scale is exact in bf16: a W4A16 or a
-bf16 GEMM computes the same products as the contract, and is made for bf16 ones. The row's own tolerance judges the
-result.
+Only stage `l2` is comparable. Its operands are NVFP4 numbers, and code times block scale is exact in bf16. So a W4A16
+or bf16 GEMM, made for bf16 operands, computes the same products as the contract. The result is judged by the row's own
+tolerance.
 
 humming (the distribution humming-kernels): W4A16 by wgmma, NVFP4 weights in memory, bf16 activations. It takes the
-weights as the contract has them, except block scales in plain rows; both global scales of an expert make its second
-weight scale. Activations are codes times block scales, exact in bf16, sorted by expert without padding. nvcc compiles
-for seconds. The output goes to memory of our own, because a case's expert rows have padding between them.
+contract's weights, except that block scales are in plain rows. The product of an expert's two global scales is its
+second weight scale. Activations are codes times block scales, exact in bf16, sorted by expert without padding. nvcc
+takes seconds to compile. The output goes to memory of our own, because a case's expert rows have padding between them.
 
 torch-grouped-mm: torch's grouped matrix product on weights dequantised to bf16, as a model without FP4 kernels runs it.
 Weights are codes times block scales, exact in bf16. Both global scales go into the activations, rounded to bf16, so
@@ -61,8 +61,9 @@ class GemmLimits:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """The routes of a case, sorted by expert. `row`: int64 [routes], the row of each in an expert-row tensor. `expert`:
-    int64 [routes]. `ends`: int64 [num_experts], the number of routes up to and including those of each expert.
+    """The routes of a case, sorted by expert. `row`: int64 [routes], the row of each route in an expert-row tensor.
+
+    `expert`: int64 [routes]. `ends`: int64 [num_experts], the routes up to and including each expert's.
     """
 
     row: torch.Tensor
@@ -82,7 +83,7 @@ def expert_rows(case: Case, tensors: Tensors) -> ExpertRows:
 
 
 def activations(case: Case, tensors: Tensors, rows: ExpertRows) -> torch.Tensor:
-    """bf16 [routes, intermediate]: those of the case, or codes times block scales, exact, without the global scale."""
+    """bf16 [routes, intermediate]: the case's own, or codes times block scales, exact, without the global scale."""
     if "a2" in tensors:
         return tensors["a2"][rows.row]
     import torch
@@ -124,16 +125,17 @@ def _prepare_humming(case: Case, tensors: Tensors) -> PreparedCall:
 
 
 def humming_gemm(layer: torch.nn.Module, a: torch.Tensor, ends: torch.Tensor, n: int) -> Callable[[], torch.Tensor]:
-    """Multiplies `a`, bf16 [routes, k] sorted by expert, by `layer`; bf16 [routes, n], each time the same memory.
+    """A function that multiplies `a`, bf16 [routes, k] sorted by expert, by `layer`.
 
-    `ends`: int64 [num_experts], the number of rows up to and including those of each expert.
+    It returns bf16 [routes, n], in the same memory each time. `ends`: int64 [num_experts], the rows up to and including
+    each expert's.
     """
     import torch
 
     offsets = torch.nn.functional.pad(ends, (1, 0))
     y = torch.empty(len(a), n, dtype=torch.bfloat16, device=a.device)
-    # A single configuration serves any number of rows. In a list each has a range, and the launcher looks up one row
-    # first, however many the call has: a list that covers all from one row on is dozens of kernels to compile.
+    # A single configuration serves any number of rows. In a list each configuration has a range of rows, and the
+    # launcher first looks up one row, whatever the call has. A list from one row on is dozens of kernels to compile.
     tuning = import_module("humming.tune").get_heuristics_config(layer.humming_config, shape_m=len(a), gemm_type=_GEMM)
 
     def gemm() -> torch.Tensor:
@@ -151,7 +153,7 @@ def humming_gemm(layer: torch.nn.Module, a: torch.Tensor, ends: torch.Tensor, n:
 
 
 def humming_layer(codes: torch.Tensor, sf: torch.Tensor, scale: torch.Tensor) -> torch.nn.Module:
-    """Weights of experts, with their bytes in the order that the kernel wants.
+    """A layer of expert weights, with their bytes in the order that the kernel wants.
 
     `codes` uint8 [num_experts, n, k / 2]; `sf` uint8 [num_experts, n, k / 16], block scales row after row; `scale` f32
     [num_experts], the factor of an accumulator.

@@ -1,4 +1,4 @@
-"""A peer: where it runs, what it needs and refuses, how a call of it is prepared, what becomes of its own results."""
+"""A peer: where it runs, what it needs and refuses, how its calls are prepared, and what happens to its results."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 
 class Limits(Protocol):
-    """The part of an op that a peer has."""
+    """The part of an op that a peer supports."""
 
     def refusal(self, case: Case) -> str | None:
         """Why the peer refuses `case`; None if it takes it."""
         ...
 
     def serves(self) -> str:
-        """What the peer has, for a table."""
+        """What the peer supports, for a table."""
         ...
 
     def refuses(self) -> Sequence[str]:
@@ -37,11 +37,11 @@ class Limits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A backend that calls somebody else's kernel.
+    """A backend that calls a third-party kernel.
 
     `packages`: distributions that must be installed, as pip names them. `prepare(case, tensors)` imports them and does
-    all that is not timed. `recipe`: a sentence about how it is called. `libraries()`: name and version of other
-    libraries that run and are no distribution. `prepares`: as in PythonProgram.
+    all the work that is not timed. `recipe`: a sentence about how it is called. `libraries()`: name and version of
+    other libraries that run but are not distributions. `prepares`: as in PythonProgram.
     """
 
     name: str
@@ -97,10 +97,10 @@ Results = Sequence["torch.Tensor"]
 class OwnResults:
     """A call whose kernel allocates its results: `launch` returns them, `place` copies them to the case's tensors.
 
-    A graph replays into the memory that its capture was given, so each graph has a set of results, and launches outside
-    a graph have one. `collect` cannot know which of them ran last. It overwrites all sets with NaN when it is done and
-    takes, next time, the youngest that holds anything else. If none does, it places NaN: a replay that computes nothing
-    is noticed. Making the object launches once, so that the kernel compiles or plans then.
+    A graph replays into the memory of its capture, so each graph has a set of results, and launches outside a graph
+    share one. `collect` cannot know which of them ran last. It fills all sets with NaN when it is done, and next time
+    takes the youngest set that holds anything else. If none does, it copies NaN, so a replay that computes nothing is
+    noticed. The constructor launches once, so that the kernel compiles or plans then.
     """
 
     def __init__(self, launch: Callable[[], Results], place: Callable[[Results], None]) -> None:
@@ -112,7 +112,7 @@ class OwnResults:
     def enqueue(self) -> None:
         """Launches on torch's current stream; memory comes from torch's allocator, which graphs know."""
         capture = current_capture()
-        # Free the last set first, so that all launches of a graph write the same memory, as other launches do.
+        # Free the previous set first, so that all launches of a graph write the same memory, as those outside do.
         self._sets.pop(capture, None)
         self._sets[capture] = self._launch()
 

@@ -1,4 +1,4 @@
-"""A compiled CuTeDSL function: a host object, the PTX and cubin of its kernels, what these take, how to call it.
+"""A compiled CuTeDSL function: a host object, the PTX and cubin of its kernels, their resources, how to call it.
 
 The attributes read from a cubin were checked against `ptxas -v` of the same PTX.
 """
@@ -15,7 +15,7 @@ from megamoe.contract import HostArg, HostProgram, Target
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What ptxas gave one kernel: registers a thread, and bytes of stack a thread (0: no spills)."""
+    """What ptxas gave one kernel: registers per thread, and bytes of stack per thread (0: no spills)."""
 
     registers: int
     stack: int
@@ -23,11 +23,11 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A compiled host function. `parameters` are its names in order; `resources` by kernel entry.
+    """A compiled host function. `parameters`: their names in order. `resources`: by kernel entry.
 
     `host_object` has two entries of the same function: `entry` takes TVM FFI values and checks them, `packed_entry`
-    takes packed descriptors and trusts them. Use the first: its structures (DLTensor, TVMFFIAny) are public and
-    versioned, and it says which argument is wrong. `compiler`: distribution and version.
+    takes packed descriptors and trusts them. Use `entry`: its structures (DLTensor, TVMFFIAny) are public and
+    versioned, and it says which argument is wrong. `compiler`: names and versions of the compiler's packages.
     """
 
     target: Target
@@ -51,7 +51,7 @@ class Artifact:
         """The call of this function on `arguments`, by parameter name, with workspaces `scratch` (bytes by name).
 
         `prepare`: the arguments of the call that prepares weights, if there is one; `prepared`: the workspaces that it
-        fills. ValueError if an argument is missing, or is for a parameter that the function does not have.
+        fills. ValueError if the arguments are not exactly those of the function's parameters.
         """
         for given in (arguments, prepare or arguments):
             if set(given) != set(self.parameters):

@@ -1,8 +1,8 @@
-"""A cache of compiled artifacts on disk, keyed by what was compiled, how, by what and for what. Imports no CuTeDSL.
+"""A cache of compiled artifacts on disk, keyed by sources, options, compiler and target. Imports no CuTeDSL.
 
-An entry is named by the SHA-256 of its key, and holds a ZIP archive. It is machine code that runs in this process: one
-that is damaged, made from another key, or not written by this user (megamoe.contract.cache) is never used. It is built
-anew and replaced.
+An entry is a ZIP archive, named by the SHA-256 of its key. It holds machine code that runs in this process. So an entry
+that is damaged, made from another key, or not written by this user (megamoe.contract.cache) is never used: it is
+rebuilt and replaced.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactKey:
-    """What an artifact depends on.
+    """Everything that an artifact depends on.
 
     `sources`: every file that the kernel's code may come from, read before the code was imported (`imported`).
     `options`: all constants and compile options by name. `compiler`: name and version, compile.compiler_version().
@@ -80,15 +80,15 @@ class ArtifactKey:
         )
 
     def is_current(self) -> bool:
-        """Whether the files still hold what `sources` says."""
+        """Whether the files still have the content of `sources`."""
         return all(source == source.now() for source in self.sources)
 
 
 def cached_artifact(key: ArtifactKey, build: Callable[[], Artifact], cache: UserCache | None) -> Artifact:
-    """The artifact of `key` from `cache`, or from `build`, whose result is then kept there.
+    """The artifact of `key` from `cache`, or from `build`, whose result goes into the cache.
 
-    Every call builds if there is no cache, if it cannot be written, or if a source was edited since it was read: then
-    nobody knows which text was compiled. What `build` raises passes through.
+    The result is not kept if there is no cache, if the cache cannot be written, or if a source was edited since it was
+    read, because it is then unknown which text was compiled. Exceptions of `build` pass through.
     """
     if cache is None:
         return build()
@@ -109,10 +109,10 @@ def sources_in(root: Path) -> tuple[Source, ...]:
 
 
 def sources_of(kernel: str, sources: Iterable[Source]) -> tuple[Source, ...]:
-    """Those of `sources` that the code of `kernel` may come from: all but the files in other kernels' folders.
+    """The `sources` that the code of `kernel` may come from: all but the files in other kernels' folders.
 
-    A folder of the root is a kernel's if it holds a program.py. A shared file is covered wherever it lies and whatever
-    its name: nobody has to remember to list it.
+    A folder of the root belongs to a kernel if it holds a program.py. Every other file is covered, so no shared file
+    has to be listed.
     """
     found = tuple(sources)
     others = {source.folder for source in found if source.place == f"{source.folder}/{_KERNEL_MODULE}"} - {kernel}
@@ -120,7 +120,7 @@ def sources_of(kernel: str, sources: Iterable[Source]) -> tuple[Source, ...]:
 
 
 def imported(kernel: str) -> tuple[Source, ...]:
-    """The sources of `kernel`, a folder of backends/cutedsl, as they were when they were imported."""
+    """The sources of `kernel`, a folder of backends/cutedsl, as they were at import."""
     return sources_of(kernel, IMPORTED)
 
 
@@ -170,6 +170,6 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-# Read when this module is imported, which is before any kernel is. A process that runs on after an edit compiles the
-# text that it imported; it must not keep the result under the key of the new text.
+# Read when this module is imported, before any kernel is. A process that outlives an edit compiles the text that it
+# imported; it must not keep the result under the key of the new text.
 IMPORTED: Final = sources_in(_BACKEND)

@@ -27,7 +27,7 @@ class _ExecutionArgs(Protocol):
 
 
 class _Compiled(Protocol):
-    """What we use of cute.compile's result."""
+    """The part of cute.compile's result that we use."""
 
     function_name: str
     execution_args: _ExecutionArgs
@@ -57,7 +57,7 @@ def compiled_kernel(
 ) -> Artifact:
     """The artifact of `kernel`, a folder of backends/cutedsl, from the user's cache if it is there, else from `build`.
 
-    `options`: all constants that are compiled in. `name`: of one function of several; the folder's if empty.
+    `options`: all constants that are compiled in. `name`: the function, if the kernel has several; empty: the folder.
     UnsupportedError if CuTeDSL is not installed.
     """
     key = ArtifactKey(name or kernel, imported(kernel), options, target, compiler_version())
@@ -78,11 +78,11 @@ def compile_host_function(
     from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
     with scratch_folder("cutedsl") as folder, modules_unprinted(CutlassBaseDSL), warnings.catch_warnings():
-        # Long static loops are intended: registers cannot be indexed at run time. Where warnings are errors, CuTeDSL
+        # Long static loops are intended: registers cannot be indexed at run time. If warnings are errors, CuTeDSL
         # would turn this one into an unrelated error.
         warnings.filterwarnings("ignore", message="This static loop has")
         kept = f"--gpu-arch {target} --keep-ptx --keep-cubin --dump-dir={folder} --enable-tvm-ffi"
-        # An engine to call it here would have its host code generated once more: what is kept is the object.
+        # Only the object is kept. An engine to call it here would generate the host code once more.
         compiled = cast(
             _Compiled,
             cute.compile(

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""The parameters of a host function, declared once: for the compiler as fake values, for a call as arguments.
+"""The parameters of a host function, declared once for both the compiler (as fake values) and a call (as arguments).
 
 Only `fake_values` imports CuTeDSL.
 """
@@ -20,8 +20,8 @@ _BYTES: Final = {"u8": 1, "bf16": 2, "f32": 4, "s32": 4}
 class TensorParameter:
     """A compact tensor, its last dimension the fastest; `align` in bytes.
 
-    `dims` are names of sizes. Tensors that share a name share the size: the compiled function refuses a call in which
-    they differ.
+    `dims` are names of sizes. Tensors that share a name share the size: the compiled function refuses a call where they
+    differ.
     """
 
     dtype: str
@@ -58,7 +58,7 @@ def call_arguments(
     scalars: Mapping[str, float],
     tensors: Mapping[str, str] | None = None,
 ) -> dict[str, HostArg]:
-    """An argument for each parameter, by name. `tensors`: what a tensor is called in the case, where not the same."""
+    """An argument for each parameter, by name. `tensors`: the name of a tensor in the case, where it differs."""
     arguments: dict[str, HostArg] = {}
     for name, parameter in parameters.items():
         match parameter:

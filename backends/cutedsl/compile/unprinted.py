@@ -1,4 +1,4 @@
-"""CuTeDSL without the text that it makes of a module at every kernel, for a log that nobody reads."""
+"""Stop CuTeDSL from printing the whole module at every kernel, for a log that is off."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from contextlib import contextmanager
 from typing import Final, Protocol
 
 ENTER: Final = "_enter_gpu_module"
-"""The method that begins a kernel (cutlass_dsl/cutlass.py). In CuTeDSL 4.8.1 it writes the text of the module, with all
-kernels that are in it already, before it asks whether the log is on."""
+"""The method that begins a kernel (cutlass_dsl/cutlass.py). In CuTeDSL 4.8.1 it formats the module, with all kernels
+already in it, before it checks whether the log is on."""
 
 
 class _Entering(Protocol):
-    """What we use of a DSL of CuTeDSL."""
+    """The part of a CuTeDSL DSL object that we use."""
 
     gpu_module: object
 
 
 class _Unprinted:
-    """A module whose text is empty; in all else the module itself."""
+    """A module with empty text; all other attributes are the module's own."""
 
     def __init__(self, module: object) -> None:
         self._module = module
@@ -32,9 +32,9 @@ class _Unprinted:
 
 @contextmanager
 def modules_unprinted(dsl: type) -> Iterator[None]:
-    """Within, no object of `dsl`, a class of CuTeDSL, makes text of its module where a kernel begins.
+    """Within, objects of `dsl`, a class of CuTeDSL, do not format their module when a kernel begins.
 
-    A class that has no such method, as one of another version may, is left as it is.
+    A class without that method, perhaps of another version, is left alone.
     """
     enter: Callable[[_Entering], object] | None = vars(dsl).get(ENTER)
     if enter is None:

@@ -1,1 +1,1 @@
-"""What the NVFP4 MoE kernels of all targets share: NVFP4 in memory, the counting and placing of routes, the combine."""
+"""Code that the NVFP4 MoE kernels of all targets share: NVFP4 in memory, counting and placing routes, the combine."""

@@ -1,4 +1,4 @@
-"""What the host functions of both targets do to call a kernel: its name, its grid, its arguments, and the combine."""
+"""Kernel calls in the host functions of both targets: names, grids, arguments, and the combine."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def ceil_div(a: Int32, b: int) -> Int32:
 
 
 def flat(mTensor: cute.Tensor) -> cute.Tensor:
-    """A compact tensor as one of rank 1."""
+    """A compact tensor viewed with rank 1."""
     return cute.make_tensor(mTensor.iterator, cute.make_layout(cute.size(mTensor)))
 
 
 def named(family: str, kernel, name: str):
-    """The kernel, its entry beginning with `family`_`name`."""
+    """The kernel, with an entry name that begins with `family`_`name`."""
     kernel.set_name_prefix(f"{family}_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
     return kernel
 
 
 def launch_combine(family: str, call: SimpleNamespace) -> None:
-    """y from the rows of the experts. `call`: the arguments of the host function by name."""
+    """Queue the combine, y from the expert rows. `call`: the arguments of the host function by name."""
     ids, weights, topk = flat(call.topk_ids), flat(call.topk_weights), call.topk_ids.shape[1]
     kernel, weighted = named(family, combine.combine_kernel, "combine"), 1 - call.weight_before
     kernel(ids, weights, call.row_of_route, call.rows, call.y, topk, weighted).launch(

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
 """Combine: the expert rows of a token summed in ascending k, fp32.
 
-A CTA takes a token and COLUMNS of its columns. Each lane of a warp reads where the row of one of at most 16 choices is:
-all of them take the time of two loads, where a thread that reads them one by one waits for each.
+A CTA takes a token and COLUMNS of its columns. Each lane of a warp looks up the row of one of at most 16 choices, so
+all look-ups together take the time of two loads. A thread that looked them up one by one would wait for each.
 """
 
 import cutlass
@@ -11,7 +11,7 @@ from cutlass import BFloat16, Float32, Int32, Int64
 
 THREADS = 128
 VECTOR = 8
-"""Columns a thread: 16 bytes of bf16."""
+"""Columns per thread: 16 bytes of bf16."""
 COLUMNS = THREADS * VECTOR
 
 

@@ -13,9 +13,9 @@ VECTOR = 16
 
 
 class Nvfp4(NamedTuple):
-    """A matrix, or one an expert: codes u8 (..., rows, K / 2), two a byte; sf u8 (..., row tiles, atoms, 512).
+    """A matrix, or one per expert: codes u8 (..., rows, K / 2), two per byte; sf u8 (..., row tiles, atoms, 512).
 
-    Block scales are swizzled: an atom holds those of 128 rows and 64 columns.
+    Block scales are swizzled: an atom holds the scales of 128 rows and 64 columns.
     """
 
     codes: cute.Tensor
@@ -23,7 +23,7 @@ class Nvfp4(NamedTuple):
 
 
 def scale_offset(row: Int32, atoms: Int32, atom: Int32) -> Int64:
-    """Bytes from the first scale of a swizzled tensor to the four scales of `row` in its atom `atom` of `atoms`."""
+    """The byte offset, in a swizzled tensor, of the four scales of `row` in its atom `atom` of `atoms`."""
     inside = row % 32 * 16 + row % TILE_M // 32 * 4
     return (Int64(row // TILE_M) * atoms + atom) * ATOM_BYTES + inside
 

@@ -30,7 +30,7 @@ OPERANDS: Final[Mapping[str, Parameter]] = {
     "row_of_route": TensorParameter("s32", ("routes",)),
     "route_of_row": TensorParameter("s32", ("rows",)),
 }
-"""What a layer reads, as in specs/nvfp4_moe.yaml, and which route is which row."""
+"""Inputs of a layer, as in specs/nvfp4_moe.yaml, and the maps between routes and rows."""
 RESULTS: Final[Mapping[str, Parameter]] = {
     "a2_codes": TensorParameter("u8", ("rows", "intermediate_bytes")),
     "a2_sf": TensorParameter("u8", ("row_tiles", "intermediate_atoms", "atom_bytes")),
@@ -38,7 +38,7 @@ RESULTS: Final[Mapping[str, Parameter]] = {
     "rows": TensorParameter("bf16", ("rows", "hidden")),
     "y": TensorParameter("bf16", ("tokens", "hidden")),
 }
-"""What its stages write."""
+"""Outputs of its stages."""
 CONSTANTS: Final = {"atom_bytes": ATOM_BYTES}
 DIVISORS: Final = {
     **dict.fromkeys(("hidden", "intermediate", "rows"), TILE_M),
@@ -46,11 +46,11 @@ DIVISORS: Final = {
     **dict.fromkeys(("hidden_atoms", "intermediate_atoms", "w1_tiles"), 2),
     "w1_rows": 2 * TILE_M,
 }
-"""What run-time sizes are multiples of, where the kernels rely on it."""
+"""Divisors of run-time sizes that the kernels rely on."""
 
 
 def experts_of(case: Case) -> int:
-    """The experts of a case. UnsupportedError for more than the routing kernels count."""
+    """The number of experts of a case. UnsupportedError if there are more than the routing kernels count."""
     experts = case.int("num_experts")
     if experts > MAX_EXPERTS:
         raise UnsupportedError(

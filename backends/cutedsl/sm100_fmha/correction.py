@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""How O leaves: the correction warpgroup, and the kernel that combines the parts of split keys.
+"""The way out of O: the correction warpgroup, and the kernel that combines the parts of split keys.
 
-The warpgroup rescales O in tensor memory when a row maximum moves, normalises it and stores it. Of split keys,
-O = sum_i w_i O_i with w_i = exp(lse_i - lse), one warp a row.
+The warpgroup rescales O in tensor memory when a row maximum moves, normalises it and stores it. The combine kernel
+computes O = sum_i w_i O_i with w_i = exp(lse_i - lse), one warp per row.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from backends.cutedsl.tcgen05 import CHUNK, fence_after_sync, fence_before_sync,
 
 @dataclass
 class CorrectionRings:
-    """The correction's ends of the rings. With `o`, O changes hands: the MMA warp adds P V, we rescale or store it."""
+    """The correction's ends of the rings. `o` passes O between the MMA warp, which adds P V, and the correction."""
 
     stat: PipelineConsumer
     o: PipelineConsumer
@@ -31,7 +31,7 @@ class CorrectionRings:
 def rescale_o(plan: Sm100FmhaPlan, tmem_ptr: cute.Pointer, factor: Float32, thread: Int32):
     """Multiply O of this row by `factor`, in tensor memory.
 
-    A use of a loaded register waits for its tcgen05.ld, as production kernels rely on; there is no tcgen05.wait::ld.
+    There is no tcgen05.wait::ld: a use of a loaded register waits for its tcgen05.ld, as production kernels assume.
     """
     rO = cute.make_rmem_tensor(CHUNK, Float32)
     for chunk in cutlass.range_constexpr(plan.o_columns // CHUNK):
@@ -44,17 +44,17 @@ def rescale_o(plan: Sm100FmhaPlan, tmem_ptr: cute.Pointer, factor: Float32, thre
 
 @cute.jit
 def gmem_row(mTensor: cute.Tensor, offset: Int64, count: cutlass.Constexpr) -> cute.Tensor:
-    """`count` elements of a tensor from element `offset`, a multiple of 32, so that 16-byte vectors are legal."""
+    """`count` elements from `offset` on, which is a multiple of 32, so that 16-byte vectors are legal."""
     pointer = mTensor.iterator + cute.assume(offset, divby=CHUNK)
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
 @cute.jit
 def store_chunk(rO: cute.Tensor, outputs: Outputs, problem: Problem, offset: Int64, part_offset: Int64):
-    """32 consecutive columns of one row: 64 bytes of o, or 128 of a partial.
+    """Store 32 consecutive columns of one row: 64 bytes of o, or 128 of a partial.
 
     A thread writes its row itself, in 16-byte vectors; two fill a 32-byte sector. Staging through shared memory for a
-    TMA store would coalesce better, but O is written once an item, and the 32 KiB would cost two ring slabs.
+    TMA store would coalesce better, but O is written once per item, and the 32 KiB would cost two ring slabs.
     """
     if problem.splits == 1:
         rounded = cute.make_rmem_tensor(CHUNK, BFloat16)
@@ -66,7 +66,7 @@ def store_chunk(rO: cute.Tensor, outputs: Outputs, problem: Problem, offset: Int
 
 @cute.jit
 def store_lse(outputs: Outputs, problem: Problem, flat_row: Int64, part_row: Int64, lse: Float32):
-    """The log-sum-exp of one row, or of its part."""
+    """Store the log-sum-exp of one row, or of its part."""
     if problem.splits == 1:
         cute.make_tensor(outputs.mLSE.iterator + flat_row, cute.make_layout(1))[0] = lse
     else:
@@ -86,7 +86,7 @@ def store_o(
 ):
     """Store normalised O and the log-sum-exp of this row; write nothing for rows past the end of the problem.
 
-    For a part that saw no key, write only the log-sum-exp, -inf: the combine kernel then does not read the rest.
+    For a part that saw no key, write only the log-sum-exp, -inf; the combine kernel does not read the rest.
     """
     row = item.row_tile * TILE_M + thread
     flat_row = Int64(item.kv_batch) * problem.rows + row
@@ -123,7 +123,7 @@ def rescale_item(
     thread: Int32,
     rings: CorrectionRings,
 ):
-    """Rescale O before each P V of an item but the first, where a row of the warp needs it."""
+    """Rescale O before each P V of an item but the first, if a row of the warp needs it."""
     if item.tiles > 0:
         first = rings.stat.wait_and_advance()
         first.release()
@@ -142,7 +142,7 @@ def rescale_item(
 
 @cute.jit
 def row_statistics(plan: Sm100FmhaPlan, smem: FmhaSmem, thread: Int32, rings: CorrectionRings):
-    """(row sum, row maximum) at the end of an item: a sum of each softmax warpgroup, the maximum with the first."""
+    """(row sum, row maximum) at the end of an item. Each softmax warpgroup sends a sum, the first also the maximum."""
     row_sum, row_max = Float32(0.0), -Float32.inf
     for group in cutlass.range_constexpr(plan.softmax_groups):
         final = rings.stat.wait_and_advance()
@@ -193,7 +193,7 @@ def combine_kernel(hd: cutlass.Constexpr, outputs: Outputs, rows: Int32, splits:
     """mO (row, hd) bf16 and mLSE (row) f32 from mO_part (split, row, hd) f32 and mLSE_part (split, row) f32.
 
     Lane i holds the weight of split i; there are at most MAX_SPLITS, 32. A part that saw no key has lse = -inf, so
-    weight 0, and may have no O at all.
+    weight 0, and its O may not be written.
     """
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
-"""The two warps that issue: one loads by TMA, one multiplies; S = Q K^T runs one tile ahead of O += P V.
+"""The two issuing warps: one loads by TMA, one multiplies; S = Q K^T runs one tile ahead of O += P V.
 
-The producer brings Q once a work item, K and V slab by slab through one ring, in the order of the MMA warp.
+The producer loads Q once per work item, and K and V slab by slab through one ring, in the order of the MMA warp.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def slab_views(plan: Sm100FmhaPlan, inputs: Inputs, smem: FmhaSmem) -> tuple[Tma
 
 @cute.jit
 def load_k_tile(plan: Sm100FmhaPlan, k: TmaViews, item: AttentionItem, tile: Int32, kv: PipelineProducer):
-    """One K tile: hd / 64 slabs of 128 keys x 64 columns."""
+    """Load one K tile: hd / 64 slabs of 128 keys x 64 columns."""
     for column in cutlass.range_constexpr(plan.k_slabs):
         slab = kv.acquire_and_advance()
         k.load((tile, column, item.kv_batch), slab)
@@ -44,7 +44,7 @@ def load_k_tile(plan: Sm100FmhaPlan, k: TmaViews, item: AttentionItem, tile: Int
 
 @cute.jit
 def load_v_tile(plan: Sm100FmhaPlan, v: TmaViews, item: AttentionItem, tile: Int32, kv: PipelineProducer):
-    """One V tile, the columns of this work item: keys outermost, as P V consumes them."""
+    """Load one V tile, the columns of this work item: keys outermost, in the order of P V."""
     for key in cutlass.range_constexpr(plan.v_key_slabs):
         for column in cutlass.range_constexpr(plan.v_column_slabs):
             slab = kv.acquire_and_advance()
@@ -88,7 +88,7 @@ class MmaRings:
 
 @cute.jit
 def issue_qk(plan: Sm100FmhaPlan, qk: Fragments, q_index: Int32, rings: MmaRings):
-    """One S tile into the next S stage; each K slab goes back to the producer as soon as its instructions are done."""
+    """Issue one S tile into the next S stage. Each K slab is released as soon as its instructions are done."""
     qk_mma = make_qk_mma()
     s_tile = rings.s.acquire_and_advance()
     fence_after_sync()
@@ -106,7 +106,7 @@ def issue_qk(plan: Sm100FmhaPlan, qk: Fragments, q_index: Int32, rings: MmaRings
 
 @cute.jit
 def issue_pv(plan: Sm100FmhaPlan, pv: Fragments, accumulate: Boolean, rings: MmaRings):
-    """O (+)= P V of one key tile, once O is rescaled (`o` acquired) and P is written."""
+    """Issue O (+)= P V of one key tile, once O is rescaled (`o` acquired) and P is written."""
     pv_mma = make_pv_mma(plan)
     o_turn = rings.o.acquire_and_advance()
     p_tile = rings.p.wait_and_advance()

@@ -1,14 +1,14 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
-"""Forward attention for sm_100a in CuTeDSL: warp-specialised, persistent, one compiled kernel a head dimension.
+"""Forward attention for sm_100a in CuTeDSL: warp-specialised, persistent, one compiled kernel per head dimension.
 
-    softmax      one warpgroup, or two in turn (hd 64, 128): a thread a row; S from tensor memory, P to the MMA warp
+    softmax      one warpgroup, or two in turn (hd 64, 128): a thread per row; S from tensor memory, P to the MMA warp
     correction   one warpgroup: rescales O in tensor memory, stores it; owns the allocation of tensor memory
-    MMA, TMA     a warp each, in a last warpgroup; its other two warps only give up their registers
+    MMA, TMA     a warp each, in the last warpgroup; its other two warps only give up their registers
 
 A CTA walks over work items (batch x kv head, split of the keys, tile of 128 rows, half of O) with a fixed stride. The
-query heads of a kv head are folded into rows: heads of one group lie next to each other, so q can be viewed as
+query heads of a kv head are folded into rows: heads of one group are adjacent in memory, so q can be viewed as
 [batch * kv_heads, heads / kv_heads * t, hd] without a copy. All sizes, the mask and the scale are run-time values; a
-tile whose keys are all visible skips the mask. plan.py says what lies where in shared and tensor memory, and why.
+tile whose keys are all visible skips the mask. plan.py lays out shared and tensor memory and says why.
 
 Seven pipelines, each a ring of (full, empty) mbarriers:
 
@@ -20,7 +20,7 @@ Seven pipelines, each a ring of (full, empty) mbarriers:
     stat   softmax -> correction     the factor for O before a tile; (row sum, row maximum) at the end of an item
     o      MMA -> correction         O, in turn: the MMA warp adds to it, the correction rescales or stores it
 
-A tile, with S one tile ahead of P V:
+One tile, with S one tile ahead of P V:
 
     TMA      K[i+1] .. V[i]                          K[i+2] .. V[i+1]
     MMA      S[i+1] = Q K[i+1]    O += P[i] V[i]     S[i+2] = Q K[i+2]    O += P[i+1] V[i+1]

@@ -3,7 +3,7 @@
 """Tiled MMAs of the attention kernel, the shared-memory layouts of their operands, and their fragments.
 
 All of it is known at compile time. But a CuTeDSL value belongs to the region that makes it, and setting ACCUMULATE on
-an MMA rebinds it. So every user makes its own; that costs nothing in the kernel.
+an MMA rebinds it. So every user makes its own, which costs nothing in the kernel.
 """
 
 from typing import NamedTuple
@@ -19,9 +19,9 @@ from backends.cutedsl.sm100_fmha.plan import S_STAGES, SLAB_COLUMNS, TILE_M, TIL
 class FmhaSmem(NamedTuple):
     """Tensors in shared memory.
 
-    sK and sV are the same ring, as K slabs and as V slabs. sP exists only where P has no columns in tensor memory. The
+    sK and sV are the same ring, as K slabs and as V slabs. sP exists only if P has no columns in tensor memory. The
     rest are row statistics, (row, stage) f32: sStat has the factor of O, or the row sum at the end of an item; sMax the
-    row maximum at the end; sBase the maximum that goes to the other softmax warpgroup, if there are two.
+    row maximum at the end; sBase the maximum for the other softmax warpgroup, if there are two.
     """
 
     sQ: cute.Tensor
@@ -34,7 +34,7 @@ class FmhaSmem(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """What the instructions of one product take, stages last: the accumulator in tensor memory, operands A and B."""
+    """Operands of one product's instructions, stages last: the accumulator in tensor memory, A and B."""
 
     tCtC: cute.Tensor
     tCrA: cute.Tensor
@@ -58,7 +58,7 @@ def make_qk_mma() -> cute.TiledMma:
 
 
 def make_pv_mma(plan: Sm100FmhaPlan) -> cute.TiledMma:
-    """O = P V, P from tensor or shared memory, V in its order in memory, MN-major."""
+    """O = P V, with P from tensor or shared memory and V in memory order, MN-major."""
     p_source = tcgen05.OperandSource.TMEM if plan.p_in_tmem else tcgen05.OperandSource.SMEM
     return blackwell_helpers.make_trivial_tiled_mma(
         BFloat16,

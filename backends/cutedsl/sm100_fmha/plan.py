@@ -17,33 +17,33 @@ if TYPE_CHECKING:
     from backends.cutedsl.attention_tiles import Problem
 
 TILE_M = TMEM_LANES
-"""Query rows a tile: one softmax thread a row."""
+"""Query rows per tile: each has a softmax thread."""
 TILE_N = 128
-"""Keys a tile: the columns of one S accumulator."""
+"""Keys per tile: the columns of one S accumulator."""
 SLAB_BYTES = 16 * 1024
-"""Bytes a stage of the K/V ring: 128 keys x 64 columns of K; 64 keys x 128 columns of V (128 x 64 where hd is 64)."""
+"""Bytes per stage of the K/V ring: 128 keys x 64 columns of K; 64 keys x 128 columns of V (128 x 64 for hd 64)."""
 SLAB_COLUMNS = 64
-"""Columns a slab of Q or K: one 128-byte swizzle row of bf16."""
+"""Columns per slab of Q or K: one 128-byte swizzle row of bf16."""
 S_STAGES = 2
 STAT_STAGES = 2
 MIN_TILES_PER_SPLIT = 4
 MAX_SPLITS = 32
-"""The combine kernel keeps one split a lane."""
+"""The combine kernel keeps one split per lane."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sm100FmhaPlan:
     """The compile-time shape of the kernel for one head dimension (64, 128, 256 or 512 elements).
 
-    Tensor memory has 512 columns. S is double-buffered (2 x 128) and O takes up to 256. P takes 64 columns a stage. It
-    has columns of its own where 2 x 128 + 2 x 64 + O <= 512, that is for hd 64 and 128. For hd 256 and 512 none are
-    left, and P goes through swizzled shared memory. P never lies over S, so S[i + 2] is issued before P[i] V[i] and the
-    tensor core has work while the softmax runs.
+    Tensor memory has 512 columns. S is double-buffered (2 x 128) and O takes up to 256. P takes 64 columns per stage.
+    It has columns of its own if 2 x 128 + 2 x 64 + O <= 512, which holds for hd 64 and 128. For hd 256 and 512 none are
+    left, and P goes through swizzled shared memory. P never overlaps S, so S[i + 2] does not wait for P[i] V[i], and
+    the tensor core has work while the softmax runs.
 
     O of hd 512 would fill all 512 columns and leave none for S. So a work item computes 256 columns of O (`o_halves` is
     2), and both halves compute the same S. That costs 3/2 of the FLOPs (2 x 512 for S and 512 for O instead of 512 and
-    512, times 2 x 128 x 128 a key tile) and a second read of K, mostly from L2. Two CTAs of a cluster could compute S
-    once and exchange P through shared memory; that has to wait until cta_group may be 2.
+    512, times 2 x 128 x 128 per key tile) and a second read of K, mostly from L2. Two CTAs of a cluster could compute S
+    once and exchange P through shared memory, but not before cta_group may be 2.
     """
 
     hd: int
@@ -51,7 +51,7 @@ class Sm100FmhaPlan:
     tile_n: ClassVar[int] = TILE_N
 
     def part_begin(self, problem: Problem, split: Int32) -> Int32:
-        """The first key tile of a split: all splits but the last have the same number."""
+        """The first key tile of a split. All splits but the last have the same number of key tiles."""
         return split * problem.split_tiles
 
     @property
@@ -71,12 +71,12 @@ class Sm100FmhaPlan:
 
     @property
     def pv_tile_k(self) -> int:
-        """Keys a V slab."""
+        """Keys per V slab."""
         return SLAB_BYTES // 2 // self.pv_tile_n
 
     @property
     def k_slabs(self) -> int:
-        """Slabs of Q, or of one K tile."""
+        """Slabs of a Q tile or of a K tile."""
         return self.hd // SLAB_COLUMNS
 
     @property
@@ -91,7 +91,7 @@ class Sm100FmhaPlan:
 
     @property
     def q_stages(self) -> int:
-        """Q tiles in shared memory: two where the ring keeps at least eight slabs."""
+        """Q tiles in shared memory: two if that leaves at least eight slabs to the ring."""
         return 2 if self.hd <= 128 else 1
 
     @property
@@ -103,26 +103,26 @@ class Sm100FmhaPlan:
     def softmax_groups(self) -> int:
         """Softmax warpgroups: two in turn where the exponentials bound a tile, one where the tensor core does.
 
-        At 8192 FLOPs a clock a tile costs the tensor core 128 x 128 x 4 x hd / 8192 clocks (512, 1024, 2048 for hd
+        At 8192 FLOPs per clock a tile costs the tensor core 128 x 128 x 4 x hd / 8192 clocks (512, 1024, 2048 for hd
         64, 128, 256; half of hd 512 3072) and the special-function units 128 x 128 / 16 = 1024. One warpgroup cannot
-        reduce the maxima of a tile under its own exponentials; two can, each under the other's.
+        reduce the maxima of a tile during its own exponentials; two can, each during the other's.
         """
         return 2 if self.hd <= 128 else 1
 
     @property
     def threads(self) -> int:
-        """Threads a CTA: the softmax warpgroups, the correction, and one for the MMA and the TMA warp."""
+        """Threads per CTA: the softmax warpgroups, the correction warpgroup, and one with the MMA and TMA warps."""
         return WARPGROUP * (self.softmax_groups + 2)
 
     @property
     def max_stages(self) -> int:
-        """Row-maximum buffers. With two softmax warpgroups one is enough: an item ends with a message from each, the
-        maximum comes with the first, and the second is not released before the maximum has been read."""
+        """Row-maximum buffers. With two softmax warpgroups one is enough: an item ends with a message from each. The
+        first message brings the maximum, and the second is not released before the maximum has been read."""
         return 1 if self.softmax_groups == 2 else STAT_STAGES
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers a thread of softmax, correction, and the MMA and TMA warps; 512 over all warpgroups at most."""
+        """Registers per thread of softmax, correction, and the MMA and TMA warps; at most 512 over all warpgroups."""
         return (192, 88, 40) if self.softmax_groups == 2 else (240, 160, 104)
 
     @property
@@ -142,12 +142,12 @@ class Sm100FmhaPlan:
 
     @property
     def ring_stages(self) -> int:
-        """Slabs in the K/V ring: the shared memory that Q and P leave, at most 12 slabs."""
+        """Slabs in the K/V ring: as many as Q and P leave room for, at most 12."""
         return min(12, (SMEM_BYTES - self.q_smem_bytes - self.p_smem_bytes) // SLAB_BYTES)
 
     @property
     def tmem_p(self) -> int:
-        """First tensor-memory column of P, where it has columns."""
+        """First tensor-memory column of P, if P is there."""
         return S_STAGES * TILE_N
 
     @property
@@ -161,10 +161,10 @@ def split_count(t: int, s_k: int) -> int:
 
     A part has at least 4 key tiles of 128; below that the prologue and the combine cost more than they save. It has at
     least t / 4 key tiles: a part writes and reads back rows x hd fp32 against tiles x 128 x hd x 2 bf16 of K and V, so
-    many rows pay for a split only when it is long. There are at most 32 parts.
+    with many rows only a long part pays. There are at most 32 parts.
 
     The rule may use nothing else, not even how full the machine is. Parts are added up in another order than tiles, so
-    the bits of a sequence's result would depend on the batch that it is served in (laws batch_invariant and
+    the bits of a sequence's result would otherwise depend on the batch that it is served in (laws batch_invariant and
     gqa_equals_expanded_mha).
     """
     key_tiles = -(-s_k // TILE_N)

@@ -1,4 +1,4 @@
-"""Forward attention on sm_100a as a program of the harness: compiled once a head dimension, called with sizes."""
+"""Forward attention on sm_100a as a program of the harness: compiled once per head dimension, called with sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def fmha_program(case: Case, splits: int | None = None, max_ctas: int = B200_SM_COUNT) -> HostProgram:
     """The call that performs `case`. `splits` replaces the rule of `split_count`.
 
-    A CTA takes several work items in turn where there are more than `max_ctas` of them.
+    If there are more than `max_ctas` work items, CTAs take several in turn.
     """
     if case["sinks"]:
         raise UnsupportedError(f"{case.id}: the sm_100a kernel of the cutedsl backend has no attention sinks")
@@ -34,7 +34,7 @@ def fmha_program(case: Case, splits: int | None = None, max_ctas: int = B200_SM_
 
 @functools.cache
 def compiled(hd: int) -> Artifact:
-    """The compiled kernel of one head dimension. UnsupportedError if CuTeDSL is not installed."""
+    """The compiled kernel for one head dimension. UnsupportedError if CuTeDSL is not installed."""
 
     def build() -> Artifact:
         from backends.cutedsl.sm100_fmha.kernel import Sm100Fmha

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""The softmax warpgroups: a thread a row. S from tensor memory, P to the MMA warp, row statistics to the correction."""
+"""The softmax warpgroups, a thread per row: S from tensor memory, P to the MMA warp, statistics to the correction."""
 
 from dataclasses import dataclass
 
@@ -19,8 +19,8 @@ from backends.cutedsl.tcgen05 import CHUNK, fence_after_sync, fence_before_sync,
 class SoftmaxRings:
     """A softmax warpgroup's ends of the rings. `chain_in`: from the other warpgroup; `chain_out`: to it.
 
-    Functions that move along a ring return the rings: CuTeDSL carries through a run-time loop or branch only what is
-    assigned in it.
+    Functions that advance a ring return the rings, because CuTeDSL carries only assigned values through a run-time loop
+    or branch.
     """
 
     s: PipelineConsumer
@@ -32,7 +32,7 @@ class SoftmaxRings:
 
 @cute.jit
 def mask_scores(rS: cute.Tensor, key_begin: Int32, key_end: Int32):
-    """-inf in columns outside [key_begin, key_end), both relative to the tile; one unsigned comparison a column."""
+    """Set columns outside [key_begin, key_end), both relative to the tile, to -inf: one unsigned comparison each."""
     visible = Uint32(cutlass.max(key_end - key_begin, Int32(0)))
     for column in cutlass.range_constexpr(TILE_N):
         shown = Boolean(Uint32(Int32(column) - key_begin) < visible)
@@ -55,7 +55,7 @@ def as_bf16(words: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def exponentials(rS: cute.Tensor, rP: cute.Tensor, scale_log2: Float32, shift: Float32, sums):
-    """rS = 2^(scale_log2 rS + shift), rP = bf16(rS), 32 columns; `sums`, two pairs, grow by rS before the rounding."""
+    """rS = 2^(scale_log2 rS + shift), rP = bf16(rS), 32 columns. Returns `sums`, two pairs, plus the unrounded rS."""
     even, odd = sums
     for c in cutlass.range_constexpr(0, CHUNK, 4):
         for k in cutlass.range_constexpr(c, c + 4, 2):
@@ -70,18 +70,18 @@ def exponentials(rS: cute.Tensor, rP: cute.Tensor, scale_log2: Float32, shift: F
 
 @cute.jit
 def store_p_smem(rP: cute.Tensor, sP: cute.Tensor, thread: Int32):
-    """P as the A operand in swizzled shared memory: from the registers of a tensor-memory load to `make_smem_layout_a`.
+    """Store P as the A operand in swizzled shared memory (`make_smem_layout_a`), from a tensor-memory load's registers.
 
     This needs no TiledCopy. `tcgen05.ld.32x32b` gives a thread one whole row. `make_smem_layout_a` is a function of
     (row, key) like any other layout, only nested as ((row, key % 16), 0, (key / 16 % 4, key / 64)). Its colexicographic
     order is row first, then key, so composing it with the plain (128, 128):(1, 128) flattens it to sP[row, key]. A row
     of that tensor is two runs of 64 contiguous keys, eight 16-byte vectors each. The swizzle belongs to the pointer of
     sP and is applied to the final address; it permutes 16-byte units, so a vector stays whole. make_tiled_copy_C and
-    make_tiled_copy_D fail here: they look for one thread layout that fits the accumulator and the operand at once,
-    while the two need to share only the row.
+    make_tiled_copy_D fail here: they look for one thread layout that fits both the accumulator and the operand, but the
+    two only need to share the row.
 
-    A warp's store touches 32 rows, 16 bytes each. The swizzle spreads each 8 rows over all 32 banks, so the 512 bytes
-    take the minimum of four passes. The MMA reads through the async proxy, hence the proxy fence at the end.
+    A warp's store touches 32 rows, 16 bytes each. The swizzle spreads every 8 rows over all 32 banks, so the 512 bytes
+    take the minimum of four passes. The MMA reads through the async proxy, so a proxy fence follows.
     """
     sP_row_key = cute.composition(sP, cute.make_layout((TILE_M, TILE_N)))
     sP_row = cute.logical_divide(sP_row_key[thread, None], cute.make_layout(8))
@@ -93,7 +93,7 @@ def store_p_smem(rP: cute.Tensor, sP: cute.Tensor, thread: Int32):
 
 @cute.jit
 def take_base(sBase: cute.Tensor, thread: Int32, rings: SoftmaxRings):
-    """The row maximum that the other warpgroup used for the tile before."""
+    """The row maximum that the other warpgroup used for the previous tile."""
     turn = rings.chain_in.wait_and_advance()
     base = sBase[thread, turn.index]
     turn.release()
@@ -113,20 +113,20 @@ def give_base(sBase: cute.Tensor, thread: Int32, base: Float32, rings: SoftmaxRi
 
 @cute.jit
 def finite(base: Float32) -> Float32:
-    """`base`, or 0 where a row has seen no key, so that exponentials of scores of -inf are 0 and not NaN."""
+    """`base`, or 0 if a row has seen no key, so that exponentials of scores of -inf are 0 and not NaN."""
     return cutlass.select_(base == -Float32.inf, Float32(0.0), base)
 
 
 @cute.jit
 def keep_or_raise(previous: Float32, tile_max: Float32, scale_log2: Float32) -> Float32:
-    """The maximum from here on: the previous one while the true one is at most RESCALE_THRESHOLD above it."""
+    """The new maximum: the previous one while the true one is at most RESCALE_THRESHOLD above it."""
     keep = (tile_max - previous) * scale_log2 <= RESCALE_THRESHOLD
     return cutlass.select_(keep, previous, tile_max)
 
 
 @cute.jit
 def rescaling(old: Float32, new: Float32, scale_log2: Float32) -> Float32:
-    """The factor from a sum relative to the maximum `old` to one relative to `new`; exactly 1 if equal and finite."""
+    """The factor that takes a sum from the maximum `old` to `new`; exactly 1 if the two are equal and finite."""
     return cute.math.exp2((old - finite(new)) * scale_log2, fastmath=True)
 
 
@@ -141,11 +141,11 @@ def give_p_tmem(
     thread: Int32,
     rings: SoftmaxRings,
 ):
-    """Exponentials of a row of S relative to `base`, as P in tensor memory; returns their sum.
+    """Store the exponentials of a row of S relative to `base`, P, in tensor memory. Returns their sum.
 
-    P is the A operand: two bf16 a word, word c of a row in column c. It goes out in quarters, each stored while the
-    next is computed. The stage was last read two tiles ago, so the wait can come first. A row never holds more than 16
-    words of P in registers: all 64 beside 128 of S spilled 80 bytes (ptxas 13.5).
+    P is the A operand: two bf16 per word, word c of a row in column c. It goes out in quarters, each stored while the
+    next is computed. The stage was last read two tiles ago, so the wait can come first. At most 16 words of P are in
+    registers at a time: all 64 beside 128 of S spilled 80 bytes (ptxas 13.5).
     """
     sums = ((Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0)))
     p_tile = rings.p.acquire_and_advance()
@@ -172,7 +172,7 @@ def give_p_smem(
     thread: Int32,
     rings: SoftmaxRings,
 ):
-    """The same with P in shared memory. The tensor core may still be reading the only stage, so the wait comes last."""
+    """As give_p_tmem, in shared memory. The tensor core may still be reading the only stage, so the wait comes last."""
     sums = ((Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0)))
     for chunk in cutlass.range_constexpr(TILE_N // CHUNK):
         rS_chunk, words = chunk_of(rS, rP_words, chunk)
@@ -199,7 +199,7 @@ def scores_of_tile(
     keys: tuple[Int32, Int32],
     rings: SoftmaxRings,
 ):
-    """This thread's row of S, -inf outside `keys` (first, one past the last) where the tile needs a mask."""
+    """This thread's row of S, with -inf outside `keys` (first, one past the last) if the tile needs a mask."""
     s_tile = rings.s.wait_and_advance()
     fence_after_sync()
     rS = cute.make_rmem_tensor(TILE_N, Float32)
@@ -224,7 +224,7 @@ def raise_base(
     tile_max: Float32,
     rings: SoftmaxRings,
 ):
-    """The row maximum for tile `i` of an item. It goes to the other warpgroup; the factor for O, to the correction."""
+    """The row maximum for tile `i` of an item. The other warpgroup gets it; the correction gets the factor for O."""
     previous = base
     if cutlass.const_expr(plan.softmax_groups == 2):  # noqa: SIM102 (one is decided at compile time, one at run time)
         if i > 0:
@@ -249,7 +249,7 @@ def softmax_item(
     first_turn: Int32,
     rings: SoftmaxRings,
 ):
-    """This warpgroup's tiles of an item, from `first_turn` on: the last maximum that it used, and its row sum."""
+    """Compute this warpgroup's tiles of an item from `first_turn` on. Returns its last maximum and its row sum."""
     groups = cutlass.const_expr(plan.softmax_groups)
     position = (item.row_tile * TILE_M + thread) % problem.t + problem.s_k - problem.t
     keys = position - problem.left + 1, cutlass.min(position + problem.right + 1, problem.s_k)
@@ -279,10 +279,10 @@ def softmax_warpgroup(
 ):
     """The softmax work loop. Each tile sends the factor for O; an item ends with (row sum, row maximum of raw scores).
 
-    Two warpgroups take tiles in turn, counted over all items. So each keeps to one stage of S, P, stat and chain, and a
-    step of its rings is two stages. The row maximum goes from one to the other tile by tile (`chain`). Each sums its
-    own tiles. At the end of an item the one that did not have the last tile takes the last maximum over the chain and
-    rescales its sum to it.
+    Two warpgroups take tiles in turn, counted over all items. So each uses only one stage of S, P, stat and chain, and
+    advances its rings by two stages. The row maximum goes from one to the other tile by tile (`chain`). Each sums its
+    own tiles. At the end of an item the warpgroup that did not have the last tile takes the last maximum from the chain
+    and rescales its sum to it.
     """
     groups = cutlass.const_expr(plan.softmax_groups)
     thread, _, _ = cute.arch.thread_idx()

@@ -1,9 +1,9 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""The epilogues of the grouped GEMMs, a thread a row of an accumulator in tensor memory.
+"""The epilogues of the grouped GEMMs, one thread per row of an accumulator in tensor memory.
 
-L1: gate and up, SwiGLU and requantisation in registers. L2: accumulators times global scales to bf16 expert rows, by
-TMA stores of 32 rows a warp.
+L1: gate and up, SwiGLU and requantisation in registers. L2: accumulators times global scales become bf16 expert rows;
+each warp stores 32 rows by TMA.
 """
 
 from typing import NamedTuple
@@ -34,9 +34,9 @@ from backends.cutedsl.tma import TmaTensor, tma_views
 
 
 class SwigluTensors(NamedTuple):
-    """What the epilogue reads and writes: global scales of tokens and experts, weights, and a2 by expert row.
+    """Tensors of the L1 epilogue: global scales of tokens and experts, weights, and a2 by expert row.
 
-    `topk`: routes a token. `weighted`: not 0 if h is multiplied by the top-k weight. `clamp`: +inf for none.
+    `topk`: routes per token. `weighted`: not 0 if h is multiplied by the top-k weight. `clamp`: +inf for none.
     """
 
     mRouteOfRow: cute.Tensor
@@ -85,7 +85,7 @@ def swiglu_warpgroup(
     rank: Int32,
     acc: PipelineConsumer,
 ):
-    """The epilogue's work loop. A warp whose rows are all padding only gives the accumulator back."""
+    """The epilogue's work loop. A warp whose rows are all padding only releases the accumulator."""
     thread, _, _ = cute.arch.thread_idx()
     rAcc = cute.make_rmem_tensor(HALF_N, Float32)
     rH = cute.make_rmem_tensor(H_COLUMNS, Float32)
@@ -123,13 +123,13 @@ def swiglu_warpgroup(
 
 
 VECTOR = 8
-"""bf16 of a 16-byte store to shared memory."""
+"""bf16 elements per 16-byte store to shared memory."""
 STORE_BOX = (32, STORE_COLUMNS)
 SWIZZLE = (3, 4, 3)
 
 
 class RowsTensors(NamedTuple):
-    """Where rows go, a TMA store (rows, hidden); which rows there are; global scales of experts."""
+    """Tensors of the L2 epilogue: the TMA store of (rows, hidden), routes of rows, global scales of experts."""
 
     store: TmaTensor
     mRouteOfRow: cute.Tensor
@@ -153,7 +153,7 @@ def allocate_store(smem) -> cute.Tensor:
 
 @cute.jit
 def round_columns(rAcc: cute.Tensor, scale: Float32, sBox: cute.Tensor, thread: Int32):
-    """rAcc (64) f32, columns of this thread's row, times `scale`, as bf16 into its warp's box."""
+    """Store rAcc (64) f32, columns of this thread's row, times `scale` as bf16 in its warp's box."""
     rRow = cute.make_rmem_tensor(STORE_COLUMNS, BFloat16)
     for j in cutlass.range_constexpr(0, STORE_COLUMNS, 2):
         rAcc[j], rAcc[j + 1] = cute.arch.mul_packed_f32x2((rAcc[j], rAcc[j + 1]), (scale, scale))
@@ -165,10 +165,10 @@ def round_columns(rAcc: cute.Tensor, scale: Float32, sBox: cute.Tensor, thread: 
 
 @cute.jit
 def store_half(rAcc: cute.Tensor, scale: Float32, sStore: cute.Tensor, tensors: RowsTensors, box, thread: Int32):
-    """Store 128 columns of a warp's 32 rows. `box`: which of the 32-row boxes, and which 64 columns are the first.
+    """Store 128 columns of a warp's 32 rows. `box`: the index of the 32-row box, and of the first 64 columns.
 
-    One lane issues the store of all 32 rows. It waits until its stores have read a box before that is overwritten. TMA
-    leaves out columns past the end of the rows.
+    One lane issues the store of all 32 rows. It waits until its stores have read a box before the box is overwritten.
+    TMA leaves out columns past the end of the rows.
     """
     row_box, column_box = box
     store = tma_views(tensors.store.atom, cute.flat_divide(tensors.store.coordinates, STORE_BOX), sStore, 2)

@@ -2,7 +2,7 @@
 """The persistent grouped GEMM on sm_100a: warp-specialised, block-scaled NVFP4, L1 with SwiGLU or L2 with bf16 rows.
 
     epilogue  one warpgroup: an accumulator's rows from tensor memory; owns the allocation of tensor memory
-    MMA       a warp: block scales from shared to tensor memory (tcgen05.cp), then tcgen05.mma; in a pair the first's
+    MMA       a warp: block scales from shared to tensor memory (tcgen05.cp), then tcgen05.mma; in a pair, of CTA 0
     TMA       a warp: codes and block scales of both operands
 
 Two pipelines, each a ring of (full, empty) mbarriers:
@@ -11,9 +11,9 @@ Two pipelines, each a ring of (full, empty) mbarriers:
     acc       MMA -> epilogue   an accumulator, so that the epilogue of a tile overlaps the products of the next
 
 CTAs, or pairs of them, walk over the tiles of all experts with a fixed stride. The schedule that the routing kernel
-wrote (routing.py) says how many tiles there are and whose; the grid is as large as the machine, whatever the routing.
-A pair has one ring: barriers of the first CTA count what both have loaded, and its MMA warp issues for both. Each
-epilogue has the 128 rows in its own tensor memory.
+wrote (routing.py) says how many tiles there are, and of which experts. The grid does not depend on the routing. A pair
+has one ring: barriers of the first CTA count the loads of both, and its MMA warp issues for both. Each epilogue handles
+the 128 rows in its own tensor memory.
 """
 
 from collections.abc import Mapping
@@ -95,8 +95,9 @@ def mma_warp(
 ):
     """The issuer's work loop; the first CTA of a pair issues for both.
 
-    Where there are fewer slots of scales than ring stages, `behind` follows the ring by that many stages. It waits
-    until the tensor core is done with the stage, and so with the slot; the stage in between keeps the tensor core busy.
+    If there are fewer slots of scales than ring stages, `behind` follows the ring at a distance of `sf_slots` stages.
+    It waits until the tensor core is done with that stage, and so with its slot. The stage in between keeps the tensor
+    core busy.
     """
     mma = make_mma(plan)
     tCrA, tCrW = mma.make_fragment_A(smem.sA), mma.make_fragment_B(smem.sW)
@@ -157,7 +158,7 @@ def make_rings(plan: Sm100MoePlan, allocator: memory.SmemAllocator) -> tuple[Rin
 def grouped_gemm(
     plan: Sm100MoePlan, interleave: cutlass.Constexpr, gemm: GroupedGemm, tensors: SwigluTensors | RowsTensors
 ):
-    """The body of both kernels: dispatch the warps to their roles. `tensors`: those of the epilogue."""
+    """The body of both kernels: dispatch the warps to their roles. `tensors`: the epilogue's."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     rank = Int32(0)
     if cutlass.const_expr(plan.cta_group == 2):

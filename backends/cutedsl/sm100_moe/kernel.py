@@ -7,9 +7,9 @@
     l2           routing, L2
     combine      routing, combine
 
-Nothing returns to the host in between: the routing kernel leaves on the device which route is which row and what the
-grouped GEMMs have to do (routing.py). Sizes are run-time values. Compiled in are whether pairs of CTAs work together
-and, where there is an L1, the interleave of gate and up.
+Nothing returns to the host in between: the routing kernel leaves the rows of all routes and the schedule of the grouped
+GEMMs on the device (routing.py). Sizes are run-time values. Compiled in are the choice between single CTAs and pairs
+and, for stages with L1, the interleave of gate and up.
 
 Each kernel but the first may be launched while the one before it still runs (programmatic dependent launch). It sets up
 its barriers and tensor memory, then waits until that kernel, which waited for its own predecessor, is complete.
@@ -37,9 +37,9 @@ named = partial(kernel_named, FAMILY)
 
 
 class Sm100Moe:
-    """The host function for one way to compute: `cta_group` CTAs a tile, gate and up in turns of `interleave` rows.
+    """The host function for `cta_group` CTAs per tile, with gate and up in turns of `interleave` rows.
 
-    `call`, in all methods: the arguments by the names of program.PARAMETERS.
+    `call` in all methods: the arguments, named as in program.PARAMETERS.
     """
 
     def __init__(self, cta_group: int, interleave: int) -> None:
@@ -78,7 +78,7 @@ class Sm100Moe:
         )
 
     def _gemm(self, call: SimpleNamespace, plan: Sm100MoePlan, a: Nvfp4, w: Nvfp4):
-        """The operands and sizes of a product, and how it is launched."""
+        """The operands and sizes of a product, and its launch parameters."""
         w_rows = w.codes.shape[1]
         operands = (make_operand(plan, a, 1, layout_a(plan)), make_operand(plan, w, plan.cta_group, layout_w(plan)))
         gemm = GroupedGemm(*operands, call.units, w_rows, ceil_div(a.codes.shape[1] * 2, TILE_K))

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Requantisation to NVFP4 rows: 64 columns of a row by one thread.
+"""Requantisation to NVFP4 rows, one thread per 64 columns of a row.
 
 64 columns are four blocks of 16: 32 bytes of codes, and the four scales of the row in one atom.
 """
@@ -56,9 +56,9 @@ def quantise(rH: cute.Tensor, gs: Float32, rCodes: cute.Tensor) -> Uint32:
 
 @cute.jit
 def store_quantised(target: Nvfp4, row: Int32, group: Int32, rCodes: cute.Tensor, scales: Uint32):
-    """Codes and scales of columns 64 group .. 64 group + 63 of `row`: a 32-byte sector, and a word of an atom.
+    """Store codes and scales of columns 64 group .. 64 group + 63 of `row`: a 32-byte sector, and a word of an atom.
 
-    The 128 words of a tile's scales fill one atom and 32 bytes of codes fill a sector, so a TMA store by way of shared
+    The 128 words of a tile's scales fill one atom and 32 bytes of codes fill a sector, so a TMA store through shared
     memory would save no traffic.
     """
     offset = Int64(row) * target.codes.shape[1] + group * CODE_BYTES

@@ -3,8 +3,8 @@
 """Operands of a grouped GEMM: tiled MMA, shared-memory layouts, TMA views, accumulators and scales in tensor memory.
 
 A CTA loads plain tiles into its own shared memory: rows of A, its part of the rows of W, and the block scales of both,
-four atoms of 512 bytes that are one run of 2 KiB in memory. Each CTA of a pair has the scales of W for all rows of the
-tile (facts.md 2.4).
+four atoms of 512 bytes, 2 KiB contiguous in memory. Each CTA of a pair has the scales of W for all rows of the tile
+(facts.md 2.4).
 """
 
 from typing import NamedTuple
@@ -62,7 +62,7 @@ def tiler(plan: Sm100MoePlan) -> tuple[int, int, int]:
 
 
 def make_mma(plan: Sm100MoePlan) -> cute.TiledMma:
-    """kind::mxf4nvf4 with a ue4m3 scale for 16 elements, both operands from shared memory, K-major."""
+    """kind::mxf4nvf4 with a ue4m3 scale per 16 elements, both operands from shared memory, K-major."""
     k_major = OperandMajorMode.K
     return blackwell_helpers.make_blockscaled_trivial_tiled_mma(
         Float4E2M1FN, Float4E2M1FN, k_major, k_major, Float8E4M3FN, SF_VEC_SIZE, cta_group_of(plan), tiler(plan)[:2]
@@ -80,7 +80,7 @@ def layout_w(plan: Sm100MoePlan) -> cute.ComposedLayout:
 
 
 def plain_rows() -> cute.Layout:
-    """(rows, K) of one stage, the codes of a row next to each other: both layouts, unnested."""
+    """(rows, K) of one stage, with the codes of a row contiguous: layout_a and layout_w without nesting."""
     return cute.make_layout((TILE_M, TILE_K), stride=(TILE_K, 1))
 
 
@@ -134,14 +134,14 @@ def allocate_ring(plan: Sm100MoePlan, smem: memory.SmemAllocator) -> RingSmem:
 
 
 def make_accumulators(plan: Sm100MoePlan, tmem_ptr: cute.Pointer) -> cute.Tensor:
-    """(MMA, rows, columns) of the first accumulator; the second begins 128 columns on, in a pair or not."""
+    """(MMA, rows, columns) of the first accumulator; the second begins 128 columns further, in a pair or not."""
     thread = make_mma(plan).get_slice(0)
     return cute.make_tensor(tmem_ptr, thread.make_fragment_C(thread.partition_shape_C(tiler(plan)[:2])).layout)
 
 
 @cute.jit
 def load_half(tmem_ptr: cute.Pointer, rAcc: cute.Tensor, thread: Int32):
-    """rAcc (128) f32: 128 columns of an accumulator from `tmem_ptr` on, of this thread's row; waits for them."""
+    """Load rAcc (128) f32: 128 columns from `tmem_ptr` on of this thread's accumulator row. Waits for the load."""
     for column in cutlass.range_constexpr(0, HALF_N, CHUNK):
         rChunk = cute.make_tensor(rAcc.iterator + column, cute.make_layout(CHUNK))
         load_row(tmem_ptr + column, rChunk, thread)
@@ -149,7 +149,7 @@ def load_half(tmem_ptr: cute.Pointer, rAcc: cute.Tensor, thread: Int32):
 
 
 class ScaleCopy(NamedTuple):
-    """tcgen05.cp of one operand's scales: the copy, and the descriptors that it reads, the stage last."""
+    """tcgen05.cp of one operand's scales: the copy, and the descriptors that it reads, stages last."""
 
     copy: cute.TiledCopy
     source: cute.Tensor

@@ -11,13 +11,13 @@ from backends.cutedsl.device import SMEM_BYTES, TMEM_COLUMNS, TMEM_LANES
 from backends.cutedsl.moe.layout import SF_VEC_SIZE, TILE_M
 
 TILE_K = 256
-"""Elements along K a ring stage: 128 bytes of codes, one swizzle row; four instructions of 64."""
+"""Elements along K per ring stage: 128 bytes of codes, one swizzle row; four instructions of 64."""
 HALF_N = 128
 """Columns of an accumulator that an epilogue thread holds in registers at a time: all of a single CTA's tile, half of a
 pair's."""
 MAX_RING_STAGES = 8
 SF_ROWS_PER_COLUMN = 32
-"""Scales of 32 rows share a column of tensor memory: a word of 4 scales a lane (facts.md 2.4)."""
+"""Scales of 32 rows share a column of tensor memory: a word of 4 scales per lane (facts.md 2.4)."""
 K_BLOCKS = TILE_K // 64
 MMA_WARP, LOAD_WARP = 4, 5
 THREADS = 192
@@ -27,21 +27,21 @@ STORE_COLUMNS = 64
 """Columns of bf16 rows that one TMA store of L2 writes: a 128-byte swizzle row."""
 STORE_STAGES = 2
 UNIT_FIELDS = 4
-"""int32 of an entry of the schedule."""
+"""int32 values per entry of the schedule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sm100MoePlan:
     """The compile-time shape of one grouped GEMM. `cta_group`: CTAs that share a tile; `swiglu`: L1, else L2.
 
-    A single CTA computes 128 x 128; a pair computes 256 x 256 with 128 rows of A and of W in each. Single CTAs suit few
-    tokens an expert: the work is to stream W, and small tiles spread it evenly over the machine. Pairs suit many: a
-    stage of 38 KiB feeds the tensor core for 512 cycles, where 36 KiB of a single CTA feed it for 256, and L2 could not
-    serve that to every SM.
+    A single CTA computes 128 x 128; a pair computes 256 x 256 with 128 rows of A and of W in each CTA. Single CTAs suit
+    few tokens per expert: the work is to stream W, and small tiles spread it evenly over the machine. Pairs suit many:
+    a stage of 38 KiB feeds the tensor core for 512 cycles. A single CTA's 36 KiB feed it for 256, and L2 could not
+    serve that rate to every SM.
 
     A single CTA's tensor memory holds two accumulators, 2 x 128 columns, and 32 columns of scales for every ring stage.
     A pair's holds two accumulators of 256 columns that share 128, as regions 0, 1 and 1, 2 of 3 x 128, then two slots
-    of 48 columns of scales. The epilogue reads the shared region first; the next tile begins when it is in registers.
+    of 48 columns of scales. The epilogue reads the shared region first; the next tile begins once that is in registers.
     """
 
     cta_group: int
@@ -49,7 +49,7 @@ class Sm100MoePlan:
 
     @property
     def tile_n(self) -> int:
-        """Rows of W a tile: columns of an accumulator."""
+        """Rows of W per tile: columns of an accumulator."""
         return HALF_N * self.cta_group
 
     @property
@@ -84,7 +84,7 @@ class Sm100MoePlan:
 
     @property
     def sfa_columns(self) -> int:
-        """Columns that the scales of A take of a slot."""
+        """Columns of a slot that the scales of A take."""
         return TILE_M // SF_ROWS_PER_COLUMN * K_BLOCKS
 
     @property
@@ -94,7 +94,7 @@ class Sm100MoePlan:
 
     @property
     def sf_slots(self) -> int:
-        """Slots of scales in tensor memory. With as many as ring stages, a slot is free when its stage is loaded. With
+        """Slots of scales in tensor memory. With one per ring stage, a slot is free when its stage is loaded. With
         fewer, the MMA warp waits for the instructions that read a slot before it copies into it, because nothing else
         orders a tcgen05.cp after a tcgen05.mma (PTX ISA 9.7.16.6.2.1)."""
         return min(self.ring_stages, (TMEM_COLUMNS - self.tmem_sf) // self.sf_columns)

@@ -37,7 +37,7 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
     "clamp": ScalarParameter("f32"),
     "stream": StreamParameter(),
 }
-"""What the host functions take, each those of its stage: tensors of the op, and workspaces."""
+"""Parameters of the host functions, each with those of its stage: tensors of the op, and workspaces."""
 
 CONSTANTS: Final = {**TENSOR_CONSTANTS, "unit_fields": UNIT_FIELDS}
 
@@ -63,8 +63,8 @@ _LAYER_WORKSPACES: Final = _WORKSPACES | {"a2_codes", "a2_sf", "rows"}
 def moe_program(case: Case, cta_group: int | None = None, max_ctas: int = B200_SM_COUNT) -> HostProgram:
     """The call that performs `case`. `cta_group` (1 or 2) replaces the rule of `pays_as_pair`.
 
-    A CTA takes several tiles in turn where there are more than `max_ctas` of them; there is one pair at least.
-    UnsupportedError for more experts than the routing kernel counts, and for bf16 activations.
+    If there are more than `max_ctas` tiles, CTAs take several in turn. There is at least one pair. UnsupportedError for
+    more experts than the routing kernel counts, and for bf16 activations.
     """
     if case["activations"] == "bf16":
         raise UnsupportedError(f"{case.id}: the sm_100a kernels of the cutedsl backend have no bf16 activations")

@@ -1,9 +1,9 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""The schedule of the grouped GEMMs, all on the device: the routing kernel writes it, their warps walk along it.
+"""The schedule of the grouped GEMMs, all on the device: the routing kernel writes it, the GEMMs' warps walk along it.
 
-A unit is what one CTA, or one pair of CTAs, computes of an expert: one row tile, or two. A work item is a unit times a
-tile of W's rows. The order of rows within an expert is that of the routes, so no atomic decides where a row lies.
+A unit is the rows of an expert that a CTA computes, one row tile, or a pair of CTAs, two. A work item is a unit times a
+tile of W's rows. The rows of an expert are in the order of its routes, so no atomic decides where a row lies.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ THREADS = 32 * WARPS
 
 
 class GemmSchedule(NamedTuple):
-    """What the routing kernel writes, all int32.
+    """Outputs of the routing kernel, all int32.
 
     mRowOfRoute (tokens * topk): the expert row of a route; not written for a route to an expert of another rank.
     mRouteOfRow (rows): its inverse, -1 for padding rows of tiles that have a route.
-    mUnits (1 + row tiles, 4): entry 0 is how many units there are, then (expert, first row tile, row tiles) of each.
+    mUnits (1 + row tiles, 4): entry 0 is the number of units, then (expert, first row tile, row tiles) of each.
     """
 
     mRowOfRoute: cute.Tensor
@@ -38,7 +38,7 @@ class GemmSchedule(NamedTuple):
 
 @cute.jit
 def count_routes(ids: cute.Tensor, sCounts: cute.Tensor, routes: Int32, thread: Int32):
-    """sCounts[expert]: its routes. Every CTA counts all of them rather than wait for another."""
+    """Count the routes of each expert in sCounts. Every CTA counts all experts rather than wait for another CTA."""
     for expert in cutlass.range_constexpr(0, MAX_EXPERTS, THREADS):
         sCounts[expert + thread] = Int32(0)
     cute.arch.sync_threads()
@@ -51,7 +51,7 @@ def count_routes(ids: cute.Tensor, sCounts: cute.Tensor, routes: Int32, thread: 
 
 @cute.jit
 def place_experts(cta_group: cutlass.Constexpr, sCounts, sTiles, sUnits, experts: Int32, lane: Int32) -> Int32:
-    """sTiles[expert], sUnits[expert]: row tiles and units of the experts before it. One warp; returns all units."""
+    """Set sTiles[expert], sUnits[expert] to the row tiles and units before it. By one warp; returns all units."""
     tiles_before, units_before = Int32(0), Int32(0)
     for first in cutlass.range(0, experts, 32, unroll=1):
         expert = first + lane
@@ -67,7 +67,7 @@ def place_experts(cta_group: cutlass.Constexpr, sCounts, sTiles, sUnits, experts
 
 @cute.jit
 def place_rows(ids: cute.Tensor, schedule: GemmSchedule, expert: Int32, first_row: Int32, count: Int32, lane: Int32):
-    """The rows of one expert, by one warp: its routes in ascending order, then padding."""
+    """Place the rows of one expert, by one warp: its routes in ascending order, then padding."""
     routes = cute.size(schedule.mRowOfRoute)
     placed = Int32(0)
     for first in cutlass.range(0, routes, 32, unroll=1):
@@ -88,7 +88,7 @@ def place_rows(ids: cute.Tensor, schedule: GemmSchedule, expert: Int32, first_ro
 
 @cute.kernel
 def routing_kernel(cta_group: cutlass.Constexpr, mTopkIds: cute.Tensor, schedule: GemmSchedule, experts: Int32):
-    """`schedule` from mTopkIds (tokens * topk). A warp an expert, `WARPS` experts a CTA."""
+    """Write `schedule` from mTopkIds (tokens * topk). One warp per expert, `WARPS` experts per CTA."""
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -138,7 +138,7 @@ class GemmTile(NamedTuple):
 
 
 def walk(plan: Sm100MoePlan, gemm: GroupedGemm) -> Walk:
-    """The work of this CTA. The tiles of W of one unit are neighbours: its rows of A are read from memory once."""
+    """The work of this CTA. The tiles of W of one unit are neighbours, so its rows of A are read from memory once."""
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     w_tiles = (gemm.w_rows + plan.tile_n - 1) // plan.tile_n
@@ -147,7 +147,7 @@ def walk(plan: Sm100MoePlan, gemm: GroupedGemm) -> Walk:
 
 @cute.jit
 def work_item(gemm: GroupedGemm, items: Walk, index: Int32) -> GemmTile:
-    """Work item `index`; past the end it means nothing."""
+    """Work item `index`; meaningless past the end."""
     expert, row_tile, row_tiles = Int32(0), Int32(0), Int32(0)
     if index < items.end:
         unit = 1 + index // items.w_tiles

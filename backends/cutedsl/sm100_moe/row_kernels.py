@@ -1,10 +1,11 @@
 # pyright: reportMissingImports=false
 """The kernels beside the GEMMs, over rows in global memory: gather, requantise.
 
-Gather moves tokens to expert rows, codes and block scales, a warp a route. The GEMM can then load A in plain tiles. TMA
-could gather codes itself (tile::gather4, 32 instructions a ring stage in place of one) but not scales: those of a row
-lie in 4-byte pieces. The GEMM reads this back from L2; where experts have few rows it is a few per cent of the weights
-that a layer reads. Requantise does what the epilogue of L1 does to h, from memory; a thread takes 64 columns of a row.
+Gather copies codes and block scales of tokens to expert rows, one warp per route, so that the GEMM can load A in plain
+tiles. TMA could gather codes itself (tile::gather4, 32 instructions per ring stage instead of one) but not scales,
+because a row's scales are in 4-byte pieces. The GEMM reads the copy back from L2; if experts have few rows, it is a few
+per cent of the weights that a layer reads. Requantise quantises h as the epilogue of L1 does, but from memory; a thread
+takes 64 columns of a row.
 """
 
 import cutlass
@@ -20,7 +21,7 @@ GATHER_WARPS = 8
 
 @cute.kernel
 def gather_kernel(mTopkIds: cute.Tensor, mRowOfRoute: cute.Tensor, x: Nvfp4, a1: Nvfp4, topk: Int32):
-    """x, by token, to a1, by expert row."""
+    """Copy x, by token, to a1, by expert row."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
@@ -45,7 +46,7 @@ REQUANTISE_THREADS = 128
 
 @cute.kernel
 def requantise_kernel(mTopkIds: cute.Tensor, mRowOfRoute: cute.Tensor, mH: cute.Tensor, mA2_gs: cute.Tensor, a2: Nvfp4):
-    """mH (rows, intermediate) f32 to a2 under mA2_gs (experts); only rows that are routes."""
+    """Quantise mH (rows, intermediate) f32 to a2 under mA2_gs (experts); only rows with a route."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()

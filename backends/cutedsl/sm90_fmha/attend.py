@@ -48,7 +48,7 @@ TURN_BARRIER = 2
 
 
 class QView(NamedTuple):
-    """The Q tile of an item: its place in the ring of Q, and the 64 rows of it that a warpgroup reads."""
+    """The Q tile of an item: its place in the ring of Q, and the index of the 64 rows that a warpgroup reads."""
 
     ring: StageRing
     place: RingPlace
@@ -98,7 +98,7 @@ def issue_pv(
     waits: cutlass.Constexpr = True,
     adds: cutlass.Constexpr = True,
 ):
-    """Issue O += P V of the tile at `place`, or O = P V without `adds`. Returns the next place. `waits`: see above."""
+    """Issue O += P V of the tile at `place`, or O = P V without `adds`. Returns the next place. `waits`: as above."""
     pv_mma = make_pv_mma(plan)
     pv_mma.set(warpgroup.Field.ACCUMULATE, True)
     pv_thread = pv_mma.get_slice(0)
@@ -168,8 +168,8 @@ def begin_rows(
 ):
     """Set the state of rows that have seen no key. `mSink` (heads) f32: the sinks, None if there are none.
 
-    A row begins with its sink as if it were a score that it has seen: the sink is the maximum, and the first lane of
-    the quad has its exponential, 1, in the sum. Of several parts or warpgroups that share the keys, the first has it.
+    A row begins as if its sink were a score already seen: the sink is the maximum, and the first lane of the quad has
+    its exponential, 1, in the sum. If splits or warpgroups share the keys, only the first of them counts the sink.
     """
     reset(state)
     if cutlass.const_expr(mSink is not None):
@@ -207,7 +207,7 @@ def attend(
 ):
     """Compute this warpgroup's tiles of an item; O stays unnormalised. Returns the place in the ring after them.
 
-    Q is released after the last S, so that the next item's arrives under the last O += P V and the epilogue.
+    Q is released after the last S, so that the next item's Q arrives during the last O += P V and the epilogue.
     """
     group, ring = consumer.group, own_ring(plan, consumer)
     rKeys = None if plan.finds_keys_anew else visible_keys(plan, problem, item, consumer)
@@ -226,12 +226,12 @@ def attend(
         mask_tile(plan, problem, item, registers.rS, item.first_tile + ring, rKeys, consumer)
         softmax_tile(plan, problem, registers, kv, place)
         round_p(registers.rS, registers.rP)
-        # Numbers of tiles take a register less than numbers from the item's first tile.
+        # Absolute tile numbers take a register less than numbers relative to the item's first tile.
         origin = item.first_tile if plan.trusts_maxima else 0
         for i in cutlass.range(origin + ring + plan.rings, origin + tiles, plan.rings, unroll=1):
             tile = i if plan.trusts_maxima else item.first_tile + i
             k_stage = place.stage
-            # With tiles of 80 keys the waits are as long as an eighth of the MMAs: here they pass before the turn.
+            # With tiles of 80 keys the waits take an eighth of the MMAs' time, so they come before the turn.
             if cutlass.const_expr(plan.waits_first):
                 wait_full(kv, place)
                 wait_full(kv, advanced(kv, place))
@@ -274,9 +274,9 @@ def attend(
 
 
 def own_tiles(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, group: Int32) -> Int32:
-    """How many tiles of an item this warpgroup computes: not the last ones that none of its 64 rows sees.
+    """How many tiles of an item this warpgroup computes. It skips the last ones, which none of its 64 rows sees.
 
-    P would be zero there, and O, the sums and the maxima as before.
+    P would be zero there and leave O, the sums and the maxima unchanged.
     """
     if not plan.skips:
         return item.tiles
@@ -292,7 +292,7 @@ def own_tiles(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, group: 
 
 
 def place_of_last_v(plan: Sm90FmhaPlan, kv: StageRing, place: RingPlace, skipped: Int32) -> RingPlace:
-    """The place of the last V tile that is read. The first K tile of `skipped` tiles lies before it."""
+    """The place of the last V tile that is read. If tiles are skipped, the first skipped K tile comes before it."""
     if not plan.skips:
         return place
     following, some = advanced(kv, place), Boolean(skipped > 0)
@@ -303,7 +303,7 @@ def place_of_last_v(plan: Sm90FmhaPlan, kv: StageRing, place: RingPlace, skipped
 
 @cute.jit
 def skip_slabs(kv: StageRing, place: RingPlace, count: cutlass.Constexpr):
-    """Release slabs unread. Wait for them first: an arrival before a slab is full could count for the round before."""
+    """Release slabs unread. Wait for them first: an arrival before a slab is full could count a round too early."""
     for _ in cutlass.range_constexpr(count):
         wait_full(kv, place)
         release(kv, place.stage)
@@ -313,7 +313,7 @@ def skip_slabs(kv: StageRing, place: RingPlace, count: cutlass.Constexpr):
 
 @cute.jit
 def skip_k(plan: Sm90FmhaPlan, group: Int32, kv: StageRing, place: RingPlace, skipped: Int32):
-    """Skip the first K tile of `skipped` tiles. It lies in the ring before the last V tile that is read."""
+    """Skip the first K tile of `skipped` tiles. In the ring it comes before the last V tile that is read."""
     if cutlass.const_expr(plan.skips):  # noqa: SIM102 (one is decided at compile time, one at run time)
         if skipped > 0:
             take_turn(plan, group)
@@ -350,8 +350,8 @@ def end_block(value: Float32, kv: StageRing, place: RingPlace):
 def take_turn(plan: Sm90FmhaPlan, group: Int32):
     """Wait until the other warpgroup has issued its MMAs.
 
-    Only where the two read the same tiles. Without turns they would run in step there, both at the tensor core and then
-    both at their exponentials.
+    Only needed where the two read the same tiles. Without turns they would run in step, both at the tensor core and
+    then both at their exponentials.
     """
     if cutlass.const_expr(plan.turns):
         cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=2 * WARPGROUP)
@@ -377,7 +377,7 @@ def mask_tile(
 ):
     """Mask the scores of a tile if a row does not see all of it.
 
-    Where few tiles are masked and registers are scarce, `rKeys` is None: then the keys that are seen are found here.
+    If `rKeys` is None, the visible keys are computed here. That saves registers where few tiles are masked.
     """
     if tile < item.clear_first or tile >= item.clear_last:
         first_key = tile * plan.tile_n + 2 * (consumer.thread % 4)
@@ -389,11 +389,11 @@ def mask_tile(
 
 @cute.jit
 def softmax_tile(plan: Sm90FmhaPlan, problem: Problem, registers: Registers, kv: StageRing, place: RingPlace):
-    """Exponentials in place of the scores of a tile, and the state of the rows after it.
+    """Replace the scores of a tile by exponentials, and update the state of the rows.
 
-    Left alone, ptxas computes the maximum of the second row after the exponentials of the first: 31 dependent maxima of
-    two chains, 5 clocks each, with nothing to run beside them. Three warpgroups then wait for one another. A block that
-    ends after both maxima makes it four chains. With two warpgroups a tile of 128 or 80 keys gains nothing by it.
+    Left alone, ptxas computes the maximum of the second row after the exponentials of the first: 31 dependent maxima in
+    two chains, 5 clocks each, with nothing to run beside them. Three warpgroups then wait for one another. Ending a
+    block after both maxima makes four chains. With two warpgroups a tile of 128 or 80 keys gains nothing by it.
     """
     rS, rows, scale_log2 = registers.rS, registers.rows, problem.scale_log2
     if cutlass.const_expr(plan.groups == 3):
@@ -411,10 +411,10 @@ def softmax_tile(plan: Sm90FmhaPlan, problem: Problem, registers: Registers, kv:
 def trusting_tile(
     plan: Sm90FmhaPlan, problem: Problem, registers: Registers, rTileSum: cute.Tensor, kv: StageRing, place: RingPlace
 ):
-    """Exponentials in place of the scores of a tile, relative to the maxima so far; P in bf16; P V of the tile before.
+    """Replace a tile's scores by exponentials relative to the maxima so far, and round P; end P V of the tile before.
 
-    Rows that have seen no key take the tile's maximum. rTileSum takes the tile's sums. The exponentials of some keys
-    run under P V of the tile before, whose slab at `place` is then released; those of the others run with the rounding.
+    Rows that have seen no key take the tile's maximum. rTileSum receives the tile's sums. The exponentials of some keys
+    overlap P V of the tile before, whose slab at `place` is then released. The others overlap the rounding.
     """
     rS, rows, scale_log2 = registers.rS, registers.rows, problem.scale_log2
     if cute.arch.vote_any_sync(Boolean(rows.rMax[0] == -Float32.inf) | Boolean(rows.rMax[1] == -Float32.inf)):

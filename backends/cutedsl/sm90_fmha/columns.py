@@ -1,11 +1,11 @@
 # pyright: reportMissingImports=false
 """Consumers that share the columns of O: one warpgroup computes S and the softmax, two others O += P V, a half each.
 
-P, the factors of O and at the end the reciprocals of the row sums go through a ring of tiles in shared memory, to which
-both of the others read along. When P of a tile is there they multiply O by its factors and start P V.
+P, the factors of O and at the end the reciprocals of the row sums go through a ring of tiles in shared memory, which
+both other warpgroups read. When P of a tile is there, they multiply O by its factors and start P V.
 
-P V of a tile could wait for S of the next, so that the tensor core has work during the softmax. Then slabs of V are
-free later, and that costs more: 64 sequences of 128 heads on 4096 keys take 137 us, and 141 if it waits
+P V of a tile could wait for S of the next tile, so that the tensor core has work during the softmax. But then slabs of
+V become free later, and that costs more: 64 sequences of 128 heads on 4096 keys take 137 us, and 141 if P V waits
 (results/records/h200-fmha-attempts.json).
 """
 
@@ -45,7 +45,7 @@ from backends.cutedsl.sm90_fmha.softmax import (
 
 
 class ColumnRings(NamedTuple):
-    """The rings of Q, slabs of K, slabs of V and tiles of P. P is made full by the warps that compute it."""
+    """The rings of Q, slabs of K, slabs of V and tiles of P. The warps that compute P make its stages full."""
 
     q: StageRing
     k: StageRing
@@ -55,7 +55,7 @@ class ColumnRings(NamedTuple):
 
 @cute.jit
 def compute_scores(plan: Sm90FmhaPlan, operands: Operands, rS: cute.Tensor, k: StageRing, place: RingPlace):
-    """S = Q K^T, slab by slab of K, the first at `place`. Returns the next place."""
+    """Compute S = Q K^T, slab by slab of K from `place` on. Returns the next place."""
     qk_mma = make_qk_mma(plan)
     qk_thread = qk_mma.get_slice(0)
     tSrS = cute.make_tensor(
@@ -88,7 +88,7 @@ def compute_scores(plan: Sm90FmhaPlan, operands: Operands, rS: cute.Tensor, k: S
 
 @cute.jit
 def store_p(plan: Sm90FmhaPlan, rS: cute.Tensor, sP: cute.Tensor, stage: Int32, thread: Int32):
-    """Round P to bf16 and store it as the swizzled operand of an MMA: 16 bytes at c of row r lie at c ^ (r % 8)."""
+    """Round P to bf16 and store it as a swizzled MMA operand: 16-byte chunk c of row r goes to c ^ (r % 8)."""
     lane = thread % 32
     words = cute.recast_ptr(sP.iterator, dtype=Int32)
     base = stage * (plan.p_bytes // 4) + ((thread // 32) * 16 + lane // 4) * 32 + lane % 4
@@ -103,7 +103,7 @@ def store_p(plan: Sm90FmhaPlan, rS: cute.Tensor, sP: cute.Tensor, stage: Int32, 
 
 @cute.jit
 def store_factors(sFactor: cute.Tensor, rFactor: cute.Tensor, stage: Int32, thread: Int32):
-    """Store a factor of each of this thread's rows, by the first lane of the quad."""
+    """Store the factor of each of this thread's rows; the first lane of the quad does it."""
     if thread % 4 == 0:
         for i in cutlass.range_constexpr(ROWS):
             sFactor[(thread // 32) * 16 + (thread % 32) // 4 + 8 * i, stage] = rFactor[i]

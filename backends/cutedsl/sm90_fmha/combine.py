@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """The combine kernel of split keys: O = sum_i w_i O_i with w_i = exp(lse_i - lse).
 
-A team of warps combines 128 columns of a row, 64 where hd is 64. For few splits a team is one warp, and its loads begin
+A team of warps combines 128 columns of a row, 64 for hd 64. For few splits a team is one warp, and its loads begin
 before the weights are known. For many splits eight warps share the splits.
 """
 
@@ -15,11 +15,11 @@ from backends.cutedsl.sm90_fmha.plan import LONE_KEYS, MAX_SPLITS, SHORT_KEYS
 from backends.cutedsl.sm90_fmha.softmax import fma
 
 WARPS = 8
-"""Warps of a team for many splits. A CTA has one team. For few splits it is one warp, so that the loads of few rows
+"""Warps of a team for many splits. A CTA has one team. For few splits a team is one warp, so that the loads of few rows
 spread over many SMs."""
 LANES = 32
 FEW_SPLITS = 32
-"""The most splits that one warp combines. The tiles of a lone warpgroup's short cache are fewer."""
+"""The most splits that one warp combines. A short cache of lone.py has no more tiles."""
 AHEAD = 16
 """Partials that a thread loads at once."""
 
@@ -31,9 +31,9 @@ def columns_of(hd: int) -> int:
 
 @cute.jit
 def load_parts(rPart: cute.Tensor, mO_part: cute.Tensor, first: Int32, stride: int, splits: Int32, part: Int64, step):
-    """Load rPart (vector, k): this thread's columns of split first + k * stride, zeros where there is no such split.
+    """Load rPart (vector, k): this thread's columns of split first + k * stride, zeros past the last split.
 
-    `part`: the first of this thread's elements of split 0; `step`: elements a split.
+    `part`: the first of this thread's elements of split 0; `step`: elements per split.
     """
     vector = cutlass.const_expr(cute.size(rPart, mode=[0]))
     for k in cutlass.range(cute.size(rPart, mode=[1]), unroll_full=True):
@@ -55,10 +55,10 @@ def load_parts(rPart: cute.Tensor, mO_part: cute.Tensor, first: Int32, stride: i
 def combine_kernel(hd: cutlass.Constexpr, team: cutlass.Constexpr, outputs: Outputs, rows: Int32, splits: Int32):
     """mO (row, hd) bf16 and mLSE (row) f32 from mO_part (split, row, hd) f32 and mLSE_part (split, row) f32.
 
-    `team`: warps a team. Warp w takes the splits w, w + team, ... Each warp holds the weights of all splits, the weight
-    of split i in lane i % 32, register i / 32. A part that saw no key has lse = -inf, so weight 0.
+    `team`: warps per team. Warp w takes the splits w, w + team, ... Each warp holds the weights of all splits, the
+    weight of split i in lane i % 32, register i / 32. A part that saw no key has lse = -inf, so weight 0.
     """
-    # Apart, because an assignment to outputs.mLSE in a branch would make all four tensors results of the branch.
+    # Unpacked, because an assignment to outputs.mLSE in a branch would make all four tensors results of the branch.
     mO, mLSE, mO_part, mLSE_part = outputs
     columns = cutlass.const_expr(columns_of(hd))
     chunks = cutlass.const_expr(hd // columns)

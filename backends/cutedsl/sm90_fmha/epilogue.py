@@ -27,8 +27,8 @@ def merge_groups(
 ):
     """Merge the O, maxima and sums (reduced over quads) of both warpgroups into warpgroup 0.
 
-    The two have seen different keys. Thread i of either holds the same elements, so O goes over by thread, 16 bytes at
-    a time, MERGE_REGISTERS a pass.
+    The two have seen different keys. Thread i of either holds the same elements, so O is handed over thread by thread,
+    16 bytes at a time, MERGE_REGISTERS a pass.
     """
     barrier = cute.arch.barrier
     rO, state = registers.rO, registers.rows
@@ -80,9 +80,9 @@ def quad_transposed(rWords: cute.Tensor, lane: Int32):
 def store_row(
     rRow: cute.Tensor, outputs: Outputs, splits: Int32, offset: Int64, part_offset: Int64, lane: Int32, exists: Boolean
 ):
-    """Store this thread's part of one row, if it exists. Offsets are of the row's first column of this warpgroup.
+    """Store this thread's part of one row, if it exists. The offsets point to this warpgroup's first column of the row.
 
-    A thread has two columns of each block of 8. Of O in bf16 a quad transposes four blocks, so that each lane stores
+    A thread has two columns of each block of 8. For O in bf16 a quad transposes four blocks, so that each lane stores
     one block, 16 bytes. All lanes take part in that, whether or not their row exists.
     """
     if cutlass.const_expr(outputs.mO_part.element_type is BFloat16):
@@ -101,7 +101,7 @@ def store_row(
 
 @cute.jit
 def store_short(rRow: cute.Tensor, mO: cute.Tensor, offset: Int64, lane: Int32, exists: Boolean):
-    """Store this thread's part of one row in bf16 from `offset` on, as store_row says."""
+    """Store this thread's part of one row in bf16 from `offset` on, transposed as in store_row."""
     for group in cutlass.range_constexpr(cute.size(rRow, mode=[1]) // 4):
         rWords = cute.make_rmem_tensor(4, Int32)
         for k in cutlass.range_constexpr(4):
@@ -114,12 +114,12 @@ def store_short(rRow: cute.Tensor, mO: cute.Tensor, offset: Int64, lane: Int32, 
 
 @cute.jit
 def elements_at(mTensor: cute.Tensor, offset: Int64, count: cutlass.Constexpr) -> cute.Tensor:
-    """The `count` elements from `offset` on, a multiple of `count`."""
+    """The `count` elements from `offset` on; `offset` is a multiple of `count`."""
     return cute.make_tensor(mTensor.iterator + cute.assume(offset, divby=count), cute.make_layout(count))
 
 
 class RowPlace(NamedTuple):
-    """Where row i of a thread lies: whether there is such a row, and its number in o and lse and in the partials."""
+    """Where a row of a thread lies: whether the row exists, and its number in o and lse and in the partials."""
 
     exists: Boolean
     flat: Int64
@@ -144,7 +144,7 @@ def row_place(
 
 @cute.jit
 def row_results(state: RowState, scale_log2: Float32, i: cutlass.Constexpr):
-    """The reciprocal of the sum of row `i`, and its log-sum-exp. Of a row that saw no key 0 and -inf."""
+    """The reciprocal of the sum of row `i`, and its log-sum-exp; 0 and -inf for a row that saw no key."""
     total = state.rSum[i]
     inverse = Float32(0.0)
     lse = -Float32.inf
@@ -156,7 +156,7 @@ def row_results(state: RowState, scale_log2: Float32, i: cutlass.Constexpr):
 
 @cute.jit
 def store_lse(outputs: Outputs, splits: Int32, place: RowPlace, lse: Float32, lane: Int32):
-    """Store the log-sum-exp of a row, by the first lane of its quad."""
+    """Store the log-sum-exp of a row; the first lane of its quad does it."""
     if place.exists and lane % 4 == 0:
         if splits == 1:
             outputs.mLSE[place.flat] = lse
@@ -175,7 +175,7 @@ def store_o(
     column: Int32 | int,
     lane: Int32,
 ):
-    """Store a row of O times `inverse`; `column`: the first of this warpgroup."""
+    """Store a row of O times `inverse`. `column`: this warpgroup's first column."""
     for block in cutlass.range_constexpr(cute.size(rRow, mode=[1])):
         for j in cutlass.range_constexpr(2):
             rRow[j, block] = rRow[j, block] * inverse
@@ -192,9 +192,9 @@ def store_item(
     registers: Registers,
     consumer: Consumer,
 ):
-    """Store normalised O and the log-sum-exp of this thread's rows, but no row past the end of the problem.
+    """Store normalised O and the log-sum-exp of this thread's rows, except rows past the end of the problem.
 
-    A part that saw no key is zeros, its log-sum-exp -inf.
+    A part that saw no key is zeros, with log-sum-exp -inf.
     """
     lane = consumer.thread % 32
     for i in cutlass.range_constexpr(ROWS):
@@ -221,7 +221,7 @@ def finish_item(
     registers: Registers,
     consumer: Consumer,
 ):
-    """Sum the exponentials over quads, merge what warpgroups that share keys did apart, and store."""
+    """Sum the exponentials over quads, merge the results of warpgroups that share keys, and store."""
     sum_over_quads(registers.rows)
     if cutlass.const_expr(plan.share == "keys"):
         merge_groups(registers, smem.sMerge, smem.sStat, problem.scale_log2, consumer)

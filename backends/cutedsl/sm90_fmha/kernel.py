@@ -1,22 +1,22 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
-"""Forward attention for sm_90a in CuTeDSL: warp-specialised, persistent, one compiled kernel a plan.
+"""Forward attention for sm_90a in CuTeDSL: warp-specialised, persistent, one compiled kernel per plan.
 
-    warpgroup 0      the producer: one warp a ring issues TMA loads; its registers go to the others
-    warpgroups 1, 2  the consumers: S = Q K^T by wgmma from shared memory, softmax in registers, O += P V with P as it
-                     lies in the accumulator. Where they share columns there are three (columns.py)
+    warpgroup 0      the producer: one warp per ring issues TMA loads; its registers go to the others
+    warpgroups 1, 2  the consumers: S = Q K^T by wgmma from shared memory, softmax in registers, O += P V with P in its
+                     accumulator registers. With shared columns, or rows of hd 64, there may be three (plan.py)
 
-A CTA walks over work items (batch x kv head, split of the keys, tile of query rows) with a fixed stride. The query
-heads of a kv head are folded into rows: heads of one group lie next to each other, so q can be viewed as
+A CTA takes work items (batch x kv head, split of the keys, tile of query rows) one after another; order.py says which.
+The query heads of a kv head are folded into rows: heads of one group are adjacent in memory, so q can be viewed as
 [batch * kv_heads, heads / kv_heads * t, hd] without a copy. All sizes, the mask and the scale are run-time values; a
-tile whose keys are all visible skips the mask. plan.py says how the two consumers share an item, and why.
+tile whose keys are all visible skips the mask. plan.py says how the consumers share an item, and why.
 
-A tile, with S one tile ahead of P V:
+One tile, with S one tile ahead of P V:
 
     tensor core  S[i+1] = Q K[i+1]    O += P[i] V[i]      S[i+2] = Q K[i+2]
     softmax                           P[i+1] = 2^(S[i+1] - m)   O *= 2^(m_old - m_new)
 
 With more than one split, items write partials to a workspace and a second kernel (combine.py) merges them. That kernel
-is a programmatic dependent launch: its CTAs can be on the machine before the last item ends.
+is a programmatic dependent launch: its CTAs can start before the last item ends.
 """
 
 from types import SimpleNamespace
@@ -105,7 +105,7 @@ class Sm90Fmha:
         )
         if splits > 1:
             all_rows = call.mQ.shape[0] * (call.mQ.shape[1] if plan.ragged else problem.rows)
-            # Under an `or` of both conditions the second kernel would be compiled for a lone warpgroup, too.
+            # With one `or` of both conditions, the last launch would be compiled for a lone warpgroup, too.
             if cutlass.const_expr(plan.share == "lone"):  # noqa: SIM114
                 launch_combine(plan.hd, 1, outputs, all_rows, splits, call.stream)
             elif splits <= FEW_SPLITS:
@@ -177,7 +177,7 @@ class Sm90Fmha:
                 consumer_warpgroup(plan, problem, order, smem, outputs, mSink, q, kv, consumer)
 
     def _begin(self) -> None:
-        """Let all threads see the barriers."""
+        """Make the barriers visible to all threads."""
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -192,7 +192,7 @@ class Sm90Fmha:
         mSink: cute.Tensor | None,
         rings: ColumnRings,
     ):
-        """Dispatch the warps where two warpgroups share the columns of O."""
+        """Dispatch the warps to their roles when two warpgroups share the columns of O."""
         plan = self.plan
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -1,10 +1,10 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""The TMA producer warps: Q once a work item, K and V slab by slab through a ring, in the order of its consumers.
+"""The TMA producer warps: Q once per work item, K and V slab by slab through a ring, in the order of its consumers.
 
-Where sequences have lengths of their own, TMA puts zeros in the place of what follows the last key of a sequence: the
-values of another one, or what was left in a page, may be infinite or NaN, and 0 times that is NaN. The rows of a Q tile
-then lie anywhere in q, and a warp of its own copies them.
+For ragged sequences, TMA writes zeros past the last key of a sequence. Memory there holds values of another sequence or
+leftovers in a page, which may be infinite or NaN, and 0 times these is NaN. The rows of a Q tile are then scattered in
+q, and a separate warp copies them.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from backends.cutedsl.sm90_fmha.plan import GROUP_M, Sm90FmhaPlan
 from backends.cutedsl.tma import TmaTensor, TmaViews, tma_views
 
 Q_WARP = 2
-"""The warp that copies Q where its rows lie anywhere. Warps 0 and 1 load K and V."""
+"""The warp that copies Q of ragged sequences. Warps 0 and 1 load K and V."""
 LANES = 32
 VECTOR = 8
 """Elements of bf16 that a lane copies at once: 16 bytes."""
@@ -52,7 +52,7 @@ class BoxViews(NamedTuple):
 class Loads(NamedTuple):
     """Views of Q, K and V. Tiles are (rows, column, kv_batch); of V (column, keys, kv_batch).
 
-    Where sequences have lengths of their own, q is mQ (token, head, hd).
+    For ragged sequences, q is mQ (token, head, hd).
     """
 
     q: TmaViews | cute.Tensor
@@ -79,9 +79,9 @@ def make_loads(plan: Sm90FmhaPlan, inputs: Inputs, smem: Sm90Smem) -> Loads:
 
 @cute.jit
 def key_row(plan: Sm90FmhaPlan, problem: Problem, sequence: Sequence, key: Int32):
-    """The row of k and v that holds a key of a sequence; of a key that it does not have, any number.
+    """The row of k and v that holds a key of a sequence; arbitrary for a key past the sequence's end.
 
-    A page is looked up for keys that there are alone: table entries behind them mean nothing.
+    A page is looked up only for keys that exist: table entries past them mean nothing.
     """
     row = sequence.first_k + key
     if cutlass.const_expr(plan.page_size > 0):
@@ -95,10 +95,10 @@ def key_row(plan: Sm90FmhaPlan, problem: Problem, sequence: Sequence, key: Int32
 
 @cute.jit
 def tile_rows(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, tile: Int32, box: cutlass.Constexpr):
-    """Where a tile lies in k and v, where sequences have lengths of their own; else None.
+    """The rows of k and v where a tile of a ragged sequence begins; else None.
 
-    In pages the rows of its boxes of `box` keys, in lane i that of box i, so that all are looked up at once. Else the
-    row of its first key, in all lanes.
+    With pages, lane i has the row of box i of `box` keys, so that all are looked up at once. Without, all lanes have
+    the row of the tile's first key.
     """
     rows = None
     if cutlass.const_expr(plan.ragged):
@@ -120,9 +120,9 @@ def load_boxes(
     by_key: cutlass.Constexpr,
     first_box: cutlass.Constexpr = 0,
 ):
-    """Load the boxes of a slab: keys from `key` on, columns of the head from `column` on. `rows`: as of tile_rows.
+    """Load the boxes of a slab: keys from `key` on, columns of the head from `column` on. `rows`: from tile_rows.
 
-    `by_key`: whether keys are the first mode, as in K, or the second, as in V. `first_box`: the slab's first of the
+    `by_key`: whether keys are the first mode, as in K, or the second, as in V. `first_box`: the slab's first box in the
     tile.
     """
     mode = cutlass.const_expr(0 if by_key else 1)
@@ -152,7 +152,7 @@ def load_k(
     rows: Int32 | None,
     item: AttentionItem,
 ):
-    """Load one K tile, slab by slab. `rows`: of tile_rows. Returns the next place in the ring."""
+    """Load one K tile, slab by slab. `rows`: from tile_rows. Returns the next place in the ring."""
     for slab in cutlass.range_constexpr(plan.slabs):
         acquire(ring, place, plan.slab_bytes)
         slot = RingSlot(ring, place)
@@ -174,7 +174,7 @@ def load_v(
     rows: Int32 | None,
     item: AttentionItem,
 ):
-    """Load one V tile, slab by slab. `rows`: of tile_rows. Returns the next place in the ring."""
+    """Load one V tile, slab by slab. `rows`: from tile_rows. Returns the next place in the ring."""
     for slab in cutlass.range_constexpr(plan.v_slabs):
         acquire(ring, place, plan.slab_bytes)
         slot = RingSlot(ring, place)
@@ -206,11 +206,11 @@ def load_q(plan: Sm90FmhaPlan, loads: Loads, q: StageRing, place: RingPlace, ite
 def load_warp(
     plan: Sm90FmhaPlan, problem: Problem, order: Order, loads: Loads, q: StageRing, kv: StageRing, ring: Int32
 ):
-    """The work loop of the producer of ring `ring`. The producer of ring 0 loads Q too, after the first K tile.
+    """The work loop of the producer of ring `ring`. The producer of ring 0 also loads Q, after the first K tile.
 
-    K runs one tile ahead of V: the consumers issue S of the next tile before P V of this one. After the last load the
-    combine kernel may be launched: its CTAs find room on all SMs then. Launched at the head of this kernel, they crowd
-    on the few SMs without an item.
+    K runs one tile ahead of V: the consumers issue S of the next tile before P V of this one. The combine kernel may be
+    launched after the last load, when its CTAs find room on all SMs. Launched at the head of this kernel, they crowd on
+    the few SMs without an item.
     """
     kv = ring_number(kv, ring)
     kv_place = ring_start(kv, True)
@@ -238,7 +238,7 @@ def load_warp(
 
 @cute.jit
 def load_warp_of_k(plan: Sm90FmhaPlan, problem: Problem, order: Order, loads: Loads, k: StageRing):
-    """The work loop of the producer of K, where K and V have rings of their own."""
+    """The work loop of the producer of K, if K and V have separate rings."""
     place = ring_start(k, True)
     hand = deal(plan, problem, order)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
@@ -250,7 +250,7 @@ def load_warp_of_k(plan: Sm90FmhaPlan, problem: Problem, order: Order, loads: Lo
 
 @cute.jit
 def load_warp_of_v(plan: Sm90FmhaPlan, problem: Problem, order: Order, loads: Loads, q: StageRing, v: StageRing):
-    """The work loop of the producer of Q and V, where K and V have rings of their own."""
+    """The work loop of the producer of Q and V, if K and V have separate rings."""
     q_place, place = ring_start(q, True), ring_start(v, True)
     hand = deal(plan, problem, order)
     for number in cutlass.range(hand.start, hand.stop, hand.step, unroll=1):
@@ -267,7 +267,7 @@ def load_warp_of_v(plan: Sm90FmhaPlan, problem: Problem, order: Order, loads: Lo
 
 @dsl_user_op
 def copy_16_bytes(shared: Int32, source: Int64, exists: Boolean, *, loc=None, ip=None) -> None:
-    """Queue a copy of 16 bytes from global address `source` to a shared one, or zeros if there is nothing to copy."""
+    """Queue a copy of 16 bytes from global address `source` to address `shared`, or of zeros unless `exists`."""
     size = cutlass.select_(exists, Int32(16), Int32(0))
     values = [value.ir_value(loc=loc, ip=ip) for value in (shared, source, size)]
     instruction = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
@@ -284,9 +284,9 @@ def copy_q(
     item: AttentionItem,
     lane: Int32,
 ):
-    """Queue the copies of one Q tile into the swizzled operand of an MMA: 16 bytes at c of row r lie at c ^ (r % 8).
+    """Queue the copies of one Q tile into a swizzled MMA operand: 16-byte chunk c of row r goes to c ^ (r % 8).
 
-    Rows past the end become zeros. `problem`: of the sequence.
+    Rows past the end become zeros. `problem` is the sequence's.
     """
     chunks = cutlass.const_expr(plan.hd // VECTOR)
     base, source, heads = sQ.iterator.toint() + stage * plan.q_bytes, mQ.iterator.toint(), mQ.shape[1]
@@ -308,7 +308,7 @@ def copy_q(
 def load_warp_of_q(
     plan: Sm90FmhaPlan, problem: Problem, order: Order, mQ: cute.Tensor, sQ: cute.Tensor, q: StageRing, warp: Int32
 ):
-    """The work loop of the warp that copies Q, where sequences have lengths of their own. Other warps do nothing."""
+    """The work loop of the warp that copies Q of ragged sequences. Other warps do nothing."""
     if warp == Q_WARP:
         place = ring_start(q, True)
         lane = cute.arch.lane_idx()

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false
-"""A CTA is one warpgroup and has one tile of keys: for short caches.
+"""Attention on short caches: a CTA is one warpgroup with one tile of keys.
 
-Such a call is over before a machine that is built for long ones has got going. So nothing is divided before the loads,
-whose instructions come first, and what a persistent kernel has is left out: a producer, rings, turns, merging, rounds
-of items. After a flush the instructions themselves come from memory.
+Such a call would be over before a persistent kernel gets going. So the loads come first, with no division before them.
+There is no producer, ring, turn, merge or round of items. That keeps the code short: after a flush the instructions
+themselves come from memory.
 """
 
 import cutlass
@@ -22,7 +22,7 @@ from backends.cutedsl.sm90_fmha.softmax import round_p
 
 
 def own_item(plan: Sm90FmhaPlan, problem: Problem) -> AttentionItem:
-    """The item of this CTA, by the indices of the grid: split i is tile i, if any query of the sequence sees a key."""
+    """The item of this CTA, by grid index: split i is tile i, empty if no query of the sequence sees a key in it."""
     kv_batch, row_tile, tile = cute.arch.block_idx()
     low, high = problem.s_k - problem.t, problem.s_k - 1
     first, end = tile * plan.tile_n, (tile + 1) * plan.tile_n

@@ -1,12 +1,12 @@
 # pyright: reportMissingImports=false
-"""Attention of one query token on few keys, without tensor cores: a CTA a row of O, and every load at once.
+"""Attention of one query token on few keys, without tensor cores: one CTA per row of O, and all loads at once.
 
-Such a call is as long as its longest chain of waits. So there are no tensor maps, no barriers in memory and no ring: a
-thread asks for its parts of Q, K and V before it uses any, the warps meet once, and some threads add up what they
-have. On an H200 one head of hd 64 with 128 keys took 5.4 us so in a sketch in CUDA C++, and 6.7 by tiles and by cuDNN
-(results/records/h200-fmha-turns.json).
+Such a call takes as long as its longest chain of waits. So there are no tensor maps, no mbarriers and no ring. A thread
+issues all its loads of Q, K and V before it uses any, the warps synchronise once, and some threads add up the results
+of all warps. On an H200 one head of hd 64 with 128 keys took 5.4 us like this in a sketch in CUDA C++, and 6.7 by tiles
+and by cuDNN (results/records/h200-fmha-turns.json).
 
-A key has hd / 8 lanes of a warp, eight columns each. Warp w has the keys of turn i: (32 i + w) * keys_of_warp on.
+A key has hd / 8 lanes of a warp, eight columns each. In turn i, warp w has the keys from (32 i + w) * keys_of_warp on.
 """
 
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ class OneRowFmha:
         left: Int32,
         scale_log2: Float32,
     ):
-        """Row blockIdx.x of O. The query is the last key's; it sees the last `left` keys."""
+        """Row blockIdx.x of O. The query is at the position of the last key and sees the last `left` keys."""
         plan = self.plan
         hd, turns = cutlass.const_expr(plan.hd), cutlass.const_expr(plan.turns)
         lanes = cutlass.const_expr(hd // VECTOR)
@@ -72,7 +72,7 @@ class OneRowFmha:
         rQ = cute.make_rmem_tensor(VECTOR, BFloat16)
         rK = cute.make_rmem_tensor((VECTOR, turns), BFloat16)
         rV = cute.make_rmem_tensor((VECTOR, turns), BFloat16)
-        # A key that the row does not see is one that it sees to the loads, so that they need no branch.
+        # Where a row does not see a key, load one that it sees, so that the loads need no branch.
         keys = [
             cutlass.min(cutlass.max(own_key + turn * plan.keys_of_turn, first_seen), s_k - 1) for turn in range(turns)
         ]
@@ -139,7 +139,7 @@ class OneRowFmha:
         row: Int32,
         thread: Int32,
     ):
-        """Two columns of O from those of all warps. The row sees its own key at least, so its sum is above zero."""
+        """Two columns of O, summed over all warps. The row sees at least its own key, so its sum is above zero."""
         hd, warps = cutlass.const_expr(self.plan.hd), cutlass.const_expr(self.plan.warps)
         top = sMax[0]
         for warp in cutlass.range_constexpr(1, warps):

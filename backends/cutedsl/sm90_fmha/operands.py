@@ -1,9 +1,9 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""Tiled MMAs of the attention kernel, the shared-memory layouts of their operands, the views that TMA and MMA take.
+"""Tiled MMAs of the attention kernel, the shared-memory layouts of their operands, the views for TMA and MMA.
 
 All of it is known at compile time. But a CuTeDSL value belongs to the region that makes it, and setting ACCUMULATE on
-an MMA rebinds it. So every user makes its own; that costs nothing in the kernel.
+an MMA rebinds it. So every user makes its own, which costs nothing in the kernel.
 """
 
 from typing import NamedTuple
@@ -23,12 +23,12 @@ from backends.cutedsl.tma import TmaTensor
 
 
 class Sm90Smem(NamedTuple):
-    """Tensors in shared memory. sK and sV are the same slabs, but for warpgroups that share columns.
+    """Tensors in shared memory. sK and sV are the same slabs, unless the warpgroups share columns.
 
     sQ (rows, columns, stage and half), sK (keys, columns, stage), sV (columns, keys, stage). Where the warpgroups share
     keys, sMerge (4, thread, vector) f32 and sStat (thread, statistic) f32 carry the second warpgroup's O, row maxima
     and row sums to the first. Where they share columns, sP (rows, keys, stage) and sFactor (row, stage) f32 carry P and
-    the factors of O from the warpgroup of scores to the others.
+    the factors of O from the warpgroup that computes S to the others.
     """
 
     sQ: cute.Tensor
@@ -41,7 +41,7 @@ class Sm90Smem(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Descriptors of Q, K and V in shared memory, as wgmma takes them: (MMA, MMA_M or N, MMA_K, stage)."""
+    """wgmma descriptors of Q, K and V in shared memory: (MMA, MMA_M or N, MMA_K, stage)."""
 
     tSrQ: cute.Tensor
     tSrK: cute.Tensor
@@ -58,7 +58,7 @@ class Registers(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """A thread of the consumers: its warpgroup, from 0 on, and its number there, 0 to 127."""
+    """A consumer thread: its warpgroup, counted from 0, and its number in it, 0 to 127."""
 
     group: Int32
     thread: Int32
@@ -72,7 +72,7 @@ def first_row(plan: Sm90FmhaPlan, item: AttentionItem, consumer: Consumer) -> In
 
 @cute.jit
 def visible_keys(plan: Sm90FmhaPlan, problem: Problem, item: AttentionItem, consumer: Consumer) -> cute.Tensor:
-    """Of this thread's rows, the first key that each sees and one past the last: (row, begin or end)."""
+    """The first key that each of this thread's rows sees, and one past the last: (row, begin or end)."""
     rKeys = cute.make_rmem_tensor((ROWS, 2), Int32)
     row = first_row(plan, item, consumer)
     for i in cutlass.range_constexpr(ROWS):
@@ -92,9 +92,9 @@ def make_qk_mma(plan: Sm90FmhaPlan) -> cute.TiledMma:
 
 
 def make_pv_mma(plan: Sm90FmhaPlan) -> cute.TiledMma:
-    """O (64, pv_columns) += P V, V in its order in memory, MN-major.
+    """O (64, pv_columns) += P V, with V in memory order, MN-major.
 
-    P comes from registers or, where another warpgroup computed it, from shared memory.
+    P comes from registers or, if another warpgroup computed it, from shared memory.
     """
     return hopper_helpers.make_trivial_tiled_mma(
         BFloat16,
@@ -109,7 +109,7 @@ def make_pv_mma(plan: Sm90FmhaPlan) -> cute.TiledMma:
 
 
 def layout_q(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
-    """sQ: the 64 rows of one warpgroup, then the 64 of the other."""
+    """sQ: the 64 rows of one warpgroup after those of another."""
     tiler = (GROUP_M, plan.tile_n, plan.hd)
     stages = plan.q_stages * (plan.tile_m // GROUP_M)
     return hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tiler, BFloat16, stages)
@@ -130,14 +130,14 @@ def layout_v(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
 
 
 def layout_k_box(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
-    """Some keys of a slab of K."""
+    """One TMA box of a slab of K: `k_box` keys."""
     return hopper_helpers.make_smem_layout_b(
         LayoutEnum.ROW_MAJOR, (GROUP_M, plan.k_box, plan.slab_columns), BFloat16, 1
     )
 
 
 def layout_v_box(plan: Sm90FmhaPlan) -> cute.ComposedLayout:
-    """Some keys of a slab of V."""
+    """One TMA box of a slab of V: `v_box` keys."""
     return hopper_helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, (GROUP_M, plan.v_columns, plan.v_box), BFloat16, 1)
 
 

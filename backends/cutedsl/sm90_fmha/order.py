@@ -1,19 +1,19 @@
 # pyright: reportMissingImports=false
 """Which work items a CTA takes, and in which order.
 
-Items are dealt to the CTAs in turn. That is all where they are equal, and where the warpgroups share the keys.
+Items are dealt to the CTAs in turn. If items are equal, or if the warpgroups share the keys, that is all.
 
-Under a causal mask the row tiles of a query head differ in their number of keys. A CTA then takes them in pairs, the
-heaviest that is left of a head and the lightest. All pairs are as heavy, and the CTAs work on few heads at once, whose
-keys and values stay in L2. Pairs do not fill the last round. So the last heads, two rounds of pairs and more, are dealt
-tile by tile: the heaviest tiles of all of them first, forwards and backwards by turns. For 4096 queries on as many keys
-of 64 heads, counted in keys, 132 SMs are then busy 99.8 % of the time with tiles of 128 rows and 98.4 % with tiles of
-192; with pairs alone 97 and 90 %.
+Under a causal mask the row tiles of a query head differ in their number of keys. A CTA then takes them in pairs: of the
+tiles left of a head, the heaviest and the lightest. All pairs are equally heavy, and the CTAs work on few heads at
+once, whose keys and values stay in L2. Pairs do not fill the last round. So the last heads, at least two rounds of
+pairs, are dealt tile by tile: the heaviest tiles of all these heads first, in rounds that alternate forwards and
+backwards. For 4096 queries on as many keys of 64 heads, counted in keys, 132 SMs are then busy 99.8 % of the time with
+tiles of 128 rows and 98.4 % with tiles of 192; with pairs alone 97 and 90 %.
 
-Where a head has few tiles, all of them are dealt in one round, the rounds forwards and backwards by turns. The CTAs of
-a head then read its keys at the same time, and once from memory. 512 queries on 4096 keys of 64 heads of hd 256 take
-181 us so and 190 by pairs. If tiles have rows of several heads the last one of a kv head is the lightest: there are
-pairs then.
+If a head has few tiles, all of them are dealt in one round; rounds alternate forwards and backwards. The CTAs of a head
+then read its keys at the same time, and once from memory. 512 queries on 4096 keys of 64 heads of hd 256 take 181 us
+like this and 190 in pairs. If a tile has rows of several heads, the last tile of a kv head is the lightest, and heads
+are dealt in pairs.
 """
 
 from typing import NamedTuple
@@ -27,17 +27,17 @@ from backends.cutedsl.divisor import Divisor, divisor_of, parts
 from backends.cutedsl.sm90_fmha.plan import Sm90FmhaPlan
 
 MIN_TILES = 8
-"""Row tiles of a head from which on heads are dealt by pairs, and the last ones tile by tile."""
+"""The fewest row tiles of a head for which heads are dealt in pairs, and the last heads tile by tile."""
 SINGLE_ROUNDS = 2
-"""Rounds of pairs, at least, that are dealt tile by tile."""
+"""The fewest rounds of pairs that are dealt tile by tile instead."""
 
 
 class Order(NamedTuple):
-    """How items are dealt, of the launch. Where the warpgroups share the keys, `grid` alone matters.
+    """How a launch deals its items. If the warpgroups share the keys, only `grid` matters.
 
-    grid: CTAs. head_tiles: row tiles of a query head. whole_heads: 1 where a round has all tiles of its heads. Of the
-    first `paired_heads` heads a CTA has `paired` items, in pairs; of the others it has one in each of `rounds` rounds,
-    and the `left` ones go to some. single_heads: heads that are dealt in rounds.
+    grid: CTAs. head_tiles: row tiles of a query head. whole_heads: 1 if a round has all tiles of its heads. A CTA has
+    `paired` items of the first `paired_heads` heads, in pairs. Of the others it has one item in each of `rounds`
+    rounds, and `left` CTAs have one more. single_heads: heads that are dealt in rounds.
     """
 
     grid: Int32
@@ -67,9 +67,9 @@ def greatest_divisor(a: Int32, b: Int32) -> Int32:
 
 
 class HeadTiles(NamedTuple):
-    """Row tiles of a query head. `whole`: its tokens fill them; else all rows of a kv head are taken for one head's.
+    """Row tiles of a query head. `whole`: its tokens fill them; if not, all rows of a kv head count as one head.
 
-    `few`: under a causal mask, a round could have all tiles of its heads, and there are rounds.
+    `few`: under a causal mask, a round can have all tiles of its heads, and there is more than one round.
     """
 
     number: Int32
@@ -87,11 +87,11 @@ def head_tiles_of(plan: Sm90FmhaPlan, problem: Problem, max_ctas: Int32) -> Head
 
 
 def ctas(plan: Sm90FmhaPlan, problem: Problem, tiles: HeadTiles, max_ctas: Int32) -> Int32:
-    """As few CTAs as do the work in as many rounds as `max_ctas` would; where items differ, as many as have work.
+    """The fewest CTAs that need no more rounds than `max_ctas` would; if items differ, as many as have work.
 
-    Rounded up to whole clusters, and to whole heads where rounds have these, but down if `max_ctas` are too few.
+    Rounded up to whole clusters, and to whole heads if rounds have whole heads, but down if `max_ctas` are too few.
 
-    With 256 items on 132 SMs, 128 CTAs take two each. On an H200 those read 32 caches of 8 heads of hd 128 in 238.4 us;
+    With 256 items on 132 SMs, 128 CTAs take two each. On an H200 they read 32 caches of 8 heads of hd 128 in 238.4 us;
     a kernel that only reads takes 236.5 (results/records/h200-fmha-clean-flush.json).
     """
     rounds = (problem.work_items + max_ctas - 1) // max_ctas
@@ -107,7 +107,7 @@ def ctas(plan: Sm90FmhaPlan, problem: Problem, tiles: HeadTiles, max_ctas: Int32
 
 @cute.jit
 def paired_heads_of(problem: Problem, tiles: HeadTiles, grid: Int32) -> Int32:
-    """Heads that are dealt by pairs before the others are dealt in rounds: as many pairs to every CTA."""
+    """The number of heads that are dealt in pairs, as many pairs to each CTA, before the others are dealt in rounds."""
     head_pairs, odd = parts(tiles.number, Int32(2))
     paired_heads = Int32(0)
     if problem.right == 0 and odd == 0:

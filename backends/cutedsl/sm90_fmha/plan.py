@@ -19,50 +19,50 @@ if TYPE_CHECKING:
     from backends.cutedsl.attention_tiles import Problem
 
 Share = Literal["rows", "keys", "columns", "lone"]
-"""How the two consumer warpgroups share a work item; see Sm90FmhaPlan."""
+"""How the consumer warpgroups share a work item; see Sm90FmhaPlan."""
 
 GROUP_M = 64
-"""Query rows a warpgroup: M of wgmma."""
+"""Query rows per warpgroup: M of wgmma."""
 PANEL_COLUMNS = 64
 """Columns of a panel in shared memory: one 128-byte swizzle row of bf16."""
 MERGE_REGISTERS = 32
-"""Accumulator registers a thread that one pass of the merge carries over."""
+"""Accumulator registers per thread that one pass of the merge carries over."""
 P_STAGES = 2
-"""Tiles of P that the warpgroup of scores may be ahead of those that hold O."""
+"""Tiles of P that the warpgroup that computes S may be ahead of the warpgroups that hold O."""
 MAX_SPLITS = 256
-"""Each warp of the combine kernel keeps the weights of all splits, eight a lane."""
+"""Each warp of the combine kernel keeps the weights of all splits, eight per lane."""
 DECODE_T = 16
-"""The most query tokens a sequence for which the warpgroups share the keys and not the rows."""
+"""The most query tokens per sequence for which the warpgroups share the keys rather than the rows."""
 CHUNK_T = 128
-"""The most query tokens a sequence for which hd 64 takes two warpgroups and tiles of 224 keys: a row tile or less. For
-more it takes three: 16 x 256 queries on 1024 keys take 84 us, and 86 in tiles of 128 rows. At hd 128 and 256 tiles have
-64 keys up to so many, else 128 and 80."""
+"""The most query tokens per sequence for which hd 64 takes two warpgroups and tiles of 224 keys: a row tile or less.
+For more tokens it takes three warpgroups: 16 x 256 queries on 1024 keys take 84 us, and 86 in tiles of 128 rows. At hd
+128 and 256, tiles have 64 keys up to CHUNK_T tokens, and 128 and 80 above."""
 SHORT_KEYS = 2048
 """The longest cache whose split follows from t and s_k alone."""
 SHORT_SPLIT_KEYS = 512
-"""Keys of a split of such a cache where few queries are decoded. For many queries it is not split, unless tiny."""
+"""Keys per split of a short cache when few queries are decoded. For many queries only a tiny cache is split."""
 TINY_KEYS = 512
 """The longest cache for which many queries are treated as few. One head of t 128 and s_k 512 then has eight CTAs
-and not one: hd 128 takes 9.9 us in four splits, cuDNN 13.3 (results/records/h200-fmha-clean-flush.json)."""
+instead of one: hd 128 takes 9.9 us in four splits, cuDNN 13.3 (results/records/h200-fmha-clean-flush.json)."""
 TINY_SPLIT_KEYS = 128
-"""Keys of a split of a tiny cache for many queries."""
+"""Keys per split of a tiny cache for many queries."""
 ROW_KEYS = (128, 512)
-"""Keys that one_row.py is compiled for. It reads all keys of a row of O for that row alone, so longer caches, and
-several tokens, are better off in tiles that rows share."""
+"""Numbers of keys that one_row.py is compiled for. It reads all keys for each row of O anew, so longer caches and
+several tokens are faster in tiles that rows share."""
 MAX_ROWS = H200_SM_COUNT
-"""Rows of O, query heads of all sequences, for which one_row.py is taken: a row has an SM for itself. 256 rows on 512
-keys take 9.7 us so at hd 64 and 13.4 at hd 128, and 8.5 and 10.1 by lone.py (results/records/h200-fmha-short.json).
-Property tests draw at most 128, so that the laws batch_invariant and gqa_equals_expanded_mha hold; the grouping of
-heads never matters."""
+"""The most rows of O (query heads of all sequences) for one_row.py: each row has an SM to itself. 256 rows on 512 keys
+take 9.7 us with one_row.py at hd 64 and 13.4 at hd 128, and 8.5 and 10.1 with lone.py
+(results/records/h200-fmha-short.json). Property tests draw at most 128 rows, so that the laws batch_invariant and
+gqa_equals_expanded_mha hold; the grouping of heads never matters."""
 LONE_KEYS = 128
-"""Keys of a tile of lone.py, all that a CTA has."""
+"""Keys of a tile of lone.py. A CTA has only one tile."""
 LONE_CTAS = 4 * H200_SM_COUNT
-"""CTAs for which lone.py is taken where a cache has several tiles, which are then combined. 8 sequences of 8 kv heads
-on 1024 keys, 512 CTAs, take 11.6 us so at hd 64 and 16.1 at hd 128, and 14.2 and 17.4 by warpgroups that share keys. 32
-sequences on 512 keys, 1,024 CTAs, take 17.0 and 25.9, and 15.9 and 22.8. 8 heads of 128 queries on 2048 keys take 10.0
-us for 26.1 (results/records/h200-fmha-short.json). Property tests draw less than that."""
+"""The most CTAs for lone.py if a cache has several tiles, which are then combined. 8 sequences of 8 kv heads on 1024
+keys, 512 CTAs, take 11.6 us with lone.py at hd 64 and 16.1 at hd 128, and 14.2 and 17.4 with warpgroups that share
+keys. 32 sequences on 512 keys, 1,024 CTAs, take 17.0 and 25.9, and 15.9 and 22.8. 8 heads of 128 queries on 2048 keys
+take 10.0 us instead of 26.1 (results/records/h200-fmha-short.json). Property tests draw fewer CTAs than this."""
 ITEM_KEYS = 64
-"""The cost of beginning and ending a work item, in keys that a CTA could read in that time."""
+"""The cost of starting and finishing a work item, in keys that a CTA could read in that time."""
 COMBINE_KEYS = 192
 """The cost of the combine kernel, in the same unit."""
 
@@ -71,22 +71,23 @@ COMBINE_KEYS = 192
 class Sm90FmhaPlan:
     """The compile-time shape of the kernel: head dimension (64, 128, 256 or 512 elements) and who does what.
 
-    - rows: a tile has 64 query rows a warpgroup, of two or three; all read every tile of keys. For many queries.
+    - rows: a tile has 64 query rows for each of two or three warpgroups; all read every tile of keys. For many queries.
     - keys: a tile has 64 query rows. Each warpgroup has a ring and a producer warp of its own, and visits every other
       tile of keys. At the end the second hands O and its row statistics to the first through shared memory. For
-      decoding: the two never wait for each other, so loads, softmax and MMAs of one run under those of the other.
+      decoding: the two never wait for each other, so loads, softmax and MMAs of one overlap those of the other.
     - columns: a tile has 64 query rows. One warpgroup computes S and the softmax, and hands P over in shared memory.
-      Two others hold half of the columns of O each. For hd 512, where O takes 64 x 256 fp32, 128 registers a thread. K
-      and V have rings of their own: a slab of K is 128 keys by 64 columns, one of V 16 keys by all columns.
+      Two others hold half of the columns of O each. For hd 512, where O takes 64 x 256 fp32, 128 registers per thread.
+      K and V have separate rings: a slab of K is 128 keys by 64 columns, a slab of V 16 keys by all columns.
 
-    - lone: a tile has 64 query rows. A CTA is one warpgroup, and has one tile of keys, a split. For short caches.
+    - lone: a tile has 64 query rows. A CTA is one warpgroup with one tile of keys, which is a split. For short caches.
 
-    `tile_n`: keys a tile. `groups`: consumer warpgroups of a CTA, three with rows of hd 64 (there exponentials take as
-    long as MMAs, and two warpgroups leave both units idle half of the time) and with columns. `cluster`: CTAs that run
-    side by side; neighbours share keys, and L2 serves loads of one tile that come together as one. `sinks`: whether
-    rows begin with the sink of their head. `ragged`: whether sequences have lengths of their own. `page_size`: the keys
-    of a page; 0: the keys of a sequence lie together. `o_halves`: work items that share a tile, each with its columns
-    of V and O. `short_parts`: whether parts of O are rounded to bf16. `max_slabs`: slabs in all rings.
+    `tile_n`: keys per tile. `groups`: consumer warpgroups of a CTA. There are three with columns, and with rows of hd
+    64 and many queries: exponentials take as long as MMAs there, and two warpgroups leave both units idle half of the
+    time. `cluster`: CTAs that run side by side. They share keys, and L2 serves simultaneous loads of one tile as one.
+    `sinks`: whether rows begin with the sink of their head. `ragged`: whether sequences have lengths of their own.
+    `page_size`: keys per page; 0: the keys of a sequence are contiguous. `o_halves`: work items that share a tile, each
+    with its columns of V and O. `short_parts`: whether parts of O are rounded to bf16. `max_slabs`: the most slabs in
+    all rings together.
     """
 
     hd: int
@@ -102,14 +103,14 @@ class Sm90FmhaPlan:
     max_slabs: int = 12
 
     def part_begin(self, problem: Problem, split: Int32) -> Int32:
-        """The first key tile of a split: splits differ by a tile at most."""
+        """The first key tile of a split. Splits differ by at most one tile."""
         if problem.divisors is None:
             return split * problem.key_tiles // problem.splits
         return problem.divisors.splits.parts(split * problem.key_tiles)[0]
 
     @property
     def tile_m(self) -> int:
-        """Query rows a work item."""
+        """Query rows per work item."""
         return self.groups * GROUP_M if self.share == "rows" else GROUP_M
 
     @property
@@ -124,12 +125,12 @@ class Sm90FmhaPlan:
 
     @property
     def v_columns(self) -> int:
-        """Columns of V, and of O, that a work item has."""
+        """Columns of V and O of a work item."""
         return self.hd // self.o_halves
 
     @property
     def v_keys(self) -> int:
-        """Keys of a slab of V: it has the bytes of a slab of K, and all columns of the work item."""
+        """Keys of a slab of V, which has as many bytes as a slab of K and all columns of the work item."""
         return self.tile_n * self.slab_columns // self.v_columns
 
     @property
@@ -144,22 +145,22 @@ class Sm90FmhaPlan:
 
     @property
     def k_box(self) -> int:
-        """Keys a TMA load of K: of one page."""
+        """Keys of one TMA load of K, all in one page."""
         return math.gcd(self.tile_n, self.page_size)
 
     @property
     def v_box(self) -> int:
-        """Keys a TMA load of V: of one page."""
+        """Keys of one TMA load of V, all in one page."""
         return math.gcd(self.v_keys, self.page_size)
 
     @property
     def o_columns(self) -> int:
-        """Columns of O a warpgroup."""
+        """Columns of O per warpgroup."""
         return self.v_columns // 2 if self.share == "columns" else self.hd
 
     @property
     def pv_columns(self) -> int:
-        """Columns of O an MMA. ptxas refuses one of 256 columns in a CTA of 512 threads: it takes 154 registers."""
+        """Columns of O per MMA. ptxas refuses one of 256 columns in a CTA of 512 threads: it takes 154 registers."""
         return min(self.o_columns, 128) if self.share == "columns" else self.o_columns
 
     @property
@@ -169,12 +170,12 @@ class Sm90FmhaPlan:
 
     @property
     def q_stages(self) -> int:
-        """Q tiles in shared memory: two where they are small, so that the next item's loads begin under this one."""
+        """Q tiles in shared memory: two if they are small, so that the next item's loads begin during this one."""
         return 2 if self.q_bytes <= 16 * 1024 and self.share != "lone" else 1
 
     @property
     def rings(self) -> int:
-        """Rings of slabs: one, or one a warpgroup."""
+        """Rings of slabs: one, or one per warpgroup."""
         return self.groups if self.share == "keys" else 1
 
     @property
@@ -199,18 +200,18 @@ class Sm90FmhaPlan:
 
     @property
     def ring_stages(self) -> int:
-        """Slabs of one ring. All rings take the shared memory that is left, `max_slabs` slabs at most."""
+        """Slabs of one ring. All rings share the shared memory that is left, with at most `max_slabs` slabs."""
         left = SMEM_BYTES - self.q_stages * self.q_bytes - self.merge_bytes - self.p_stages * self.p_bytes
         return min(self.max_slabs, left // self.slab_bytes) // self.rings
 
     @property
     def k_stages(self) -> int:
-        """Slabs of K alone, where K and V have rings of their own."""
+        """Slabs in the ring of K, if K and V have separate rings."""
         return (self.ring_stages + 1) // 2
 
     @property
     def v_stages(self) -> int:
-        """Slabs of V alone, where K and V have rings of their own."""
+        """Slabs in the ring of V, if K and V have separate rings."""
         return self.ring_stages // 2
 
     @property
@@ -220,16 +221,16 @@ class Sm90FmhaPlan:
 
     @property
     def scarce_registers(self) -> bool:
-        """Whether S, P and O leave a consumer little."""
+        """Whether S, P and O leave a consumer few registers."""
         return self.share == "rows" and self.hd == 256
 
     @property
     def producer_registers(self) -> int:
         """Registers of a thread of the producer's warpgroup after setmaxnreg.
 
-        The warp that copies Q needs more at hd 256, where lengths of their own take tiles of 64 keys; consumers of such
-        tiles have enough. 4096 queries on as many keys take 1434 us in tiles of 80 keys so, and 1526 with 40; 128
-        queries on 8192 keys in tiles of 64 248.3, and 250.1 with 24 (results/records/h200-fmha-rows.json).
+        The warp that copies Q of ragged sequences needs more at hd 256. Tiles have 64 keys there, so the consumers have
+        enough. 4096 queries on as many keys take 1434 us in tiles of 80 keys with 24 registers, and 1526 with 40. 128
+        queries on 8192 keys in tiles of 64 take 248.3 with 40, and 250.1 with 24 (results/records/h200-fmha-rows.json).
         """
         return 40 if self.scarce_registers and self.tile_n == 64 else 24
 
@@ -246,24 +247,24 @@ class Sm90FmhaPlan:
 
     @property
     def score_registers(self) -> int:
-        """Registers of a thread that computes S, where others hold O: 24 + 152 + 2 x 168 are 65,536 / 128."""
+        """Registers of a thread that computes S while others hold O: 24 + 152 + 2 x 168 are 65,536 / 128."""
         return 152
 
     @property
     def trusts_maxima(self) -> bool:
         """Whether the exponentials of a tile are taken relative to the maxima of the tiles before it: trust.py.
 
-        4096 queries on as many keys of 64 heads of hd 128 take 699 us so and 780 us otherwise. At hd 256 P V takes
-        longer than the softmax, and a slab of K stays in its ring longer: 1472 us so, 1421 otherwise
-        (results/records/h200-fmha-trust.json, as all times in this file that name no record).
+        4096 queries on as many keys of 64 heads of hd 128 take 699 us with it and 780 us without. At hd 256 P V takes
+        longer than the softmax, and a slab of K stays in its ring longer: 1472 us with it, 1421 without
+        (results/records/h200-fmha-trust.json, the source of all times in this file that name no record).
         """
         return self.share != "lone" and (self.hd == 64 or (self.share == "rows" and self.hd == 128))
 
     @property
     def hidden_keys(self) -> int:
-        """Keys of a tile whose exponentials run under P V of the tile before. The others run with the rounding.
+        """Keys of a tile whose exponentials overlap P V of the tile before. The others overlap the rounding.
 
-        P V is done by then: of three warpgroups one waits for its scores, and tiles of 224 keys have many exponentials.
+        P V is done by then: one of three warpgroups waits for its scores, and tiles of 224 keys have many exponentials.
         """
         if self.share == "keys" or self.groups == 3:
             return 32
@@ -271,32 +272,33 @@ class Sm90FmhaPlan:
 
     @property
     def sum_chains(self) -> int:
-        """Chains of additions a row, of a tile's exponentials.
+        """Chains of additions per row, over a tile's exponentials.
 
-        Three warpgroups take 480 us with two and 495 with one. With two warpgroups 128 rows of hd 64 on 8192 keys take
-        75.3 us with two and 74.3 with one.
+        Three warpgroups take 480 us with two chains and 495 with one. With two warpgroups 128 rows of hd 64 on 8192
+        keys take 75.3 us with two chains and 74.3 with one.
         """
         return 2 if self.groups == 3 else 1
 
     @property
     def waits_first(self) -> bool:
-        """Whether a warpgroup waits for slabs before it prepares MMAs, and not between.
+        """Whether a warpgroup waits for slabs before it prepares MMAs, rather than between them.
 
-        Else ptxas 13.5 finds no place for the fences of three warpgroups that trust maxima, and serialises their MMAs.
+        Otherwise ptxas 13.5 finds no place for the fences of three warpgroups that trust maxima, and serialises their
+        MMAs.
         """
         return self.tile_n == 80 or (self.trusts_maxima and self.groups == 3)
 
     @property
     def finds_keys_anew(self) -> bool:
-        """Whether a consumer finds the keys that its rows see anew for each masked tile, for want of registers."""
+        """Whether a consumer recomputes the keys that its rows see for each masked tile, to save registers."""
         return self.scarce_registers or self.skips
 
     @property
     def skips(self) -> bool:
         """Whether a warpgroup skips tiles that none of its rows sees.
 
-        With three warpgroups tiles of keys are smaller than row tiles. With two there is none or one to skip in an
-        item, and finding that out takes as long.
+        With three warpgroups, key tiles are smaller than row tiles. With two, an item has at most one tile to skip, and
+        finding that out takes as long.
         """
         return self.share == "rows" and self.groups == 3
 
@@ -321,7 +323,7 @@ class OneRowPlan:
 
     @property
     def keys_of_warp(self) -> int:
-        """Keys that a warp has at once: a lane has 16 bytes of one."""
+        """Keys that a warp has at once: a lane has 16 bytes of a key."""
         return 32 // (self.hd // 8)
 
     @property
@@ -336,9 +338,9 @@ class OneRowPlan:
 
 
 def one_row_plan(sizes: FmhaSizes) -> OneRowPlan | None:
-    """The kernel for one query on few keys, without sinks and pages; None where tiles are the faster.
+    """The plan for one query on few keys, without sinks and pages; None where tiles are faster.
 
-    Of hd, t, s_k and the number of rows.
+    It depends on hd, t, s_k and the number of rows.
     """
     if sizes.t != 1 or sizes.hd not in (64, 128) or sizes.rows * sizes.kv_batches > MAX_ROWS:
         return None
@@ -346,9 +348,9 @@ def one_row_plan(sizes: FmhaSizes) -> OneRowPlan | None:
 
 
 def lone_plan(sizes: FmhaSizes) -> Sm90FmhaPlan | None:
-    """The kernel of one tile of keys a CTA, for short caches, whose parts are its tiles; None where others are faster.
+    """The plan with one tile of keys per CTA, for short caches; its splits are its tiles. None where others are faster.
 
-    Of hd, t, s_k and the number of CTAs.
+    It depends on hd, t, s_k and the number of CTAs.
     """
     if sizes.hd not in (64, 128):
         return None
@@ -360,15 +362,15 @@ def lone_plan(sizes: FmhaSizes) -> Sm90FmhaPlan | None:
 
 
 def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
-    """The plan of a way to share the work, unless sizes ask for another.
+    """The plan for a way to share the work, if the sizes need no other.
 
     Rows: S, P and O take 3/4 tile_n + hd / 2 of a thread's 240 registers. At hd 64 larger tiles are faster where a
-    sequence has few rows (128 rows on 8192 keys: 74 us with 224 keys a tile, 77 with 192, 80 with 160), and smaller
-    ones where tiles are masked. At hd 128 tiles of 128 keys are as fast as of 160 or faster.
+    sequence has few rows (128 rows on 8192 keys: 74 us with 224 keys per tile, 77 with 192, 80 with 160), and smaller
+    ones where tiles are masked. At hd 128 tiles of 128 keys are at least as fast as tiles of 160.
     At hd 256 neighbours share loads: 512 queries on 4096 keys take 181 us in clusters of two and 183 without, 4096 1478
     and 1549, at the power cap (results/records/h200-fmha-variants.json).
-    Keys, columns: shared memory decides. A ring has one or two slabs in use and the others on their way. Where keys are
-    shared that is less than would fit: 32 caches of hd 64 take 126.7 us with 12 slabs of 64 keys, 126.4 with eight and
+    Keys, columns: shared memory decides. A ring has one or two slabs in use and the others in flight. With shared keys
+    there are fewer than would fit: 32 caches of hd 64 take 126.7 us with 12 slabs of 64 keys, 126.4 with eight and
     128.1 with 12 of 128 (results/records/h200-fmha-attempts.json).
     """
     if share == "lone":
@@ -381,21 +383,21 @@ def standard_plan(hd: int, share: Share) -> Sm90FmhaPlan:
 
 
 def kernel_plan(sizes: FmhaSizes, ragged: bool = False) -> Sm90FmhaPlan:
-    """The kernel for a case. It depends on hd, t and s_k only, so neither batch nor grouping of heads changes a bit.
+    """The plan for a case. It depends on hd, t and s_k only, so neither batch nor grouping of heads changes a bit.
 
-    But for hd 512 where one row tile has a long cache for itself. Every CTA then has a part, and they write and read
-    back O 128 times. So two CTAs divide the columns of V, and parts are bf16. 64 rows on 32768 keys took 29.7 us so,
-    31.3 with parts in fp32, and 32.5 with all columns in each CTA (results/records/h200-fmha-turns.json). With more
-    rows it is slower: K is read twice. With tiles of 64 keys they take 26.4, and 28.5 with 128: the last ones are done
-    sooner after they have come. Of 15 slabs a whole tile of K and 7 slabs of V are under way: 25.5, where 18 slabs take
-    26.3, 16 26.0 and 14 28.5 (results/records/h200-fmha-forms.json).
+    The exception is hd 512 if a single row tile has a long cache. Every CTA then has a part, and they write and read
+    back O 128 times. So two CTAs divide the columns of V, and parts are bf16. 64 rows on 32768 keys took 29.7 us like
+    this, 31.3 with parts in fp32, and 32.5 with all columns in each CTA (results/records/h200-fmha-turns.json). With
+    more rows it is slower, because K is read twice. With tiles of 64 keys the 64 rows take 26.4 us, and 28.5 with 128:
+    the last tiles are done sooner after they arrive. With 15 slabs, a whole tile of K and 7 slabs of V are in flight:
+    25.5 us, where 18 slabs take 26.3, 16 26.0 and 14 28.5 (results/records/h200-fmha-forms.json).
 
-    Up to CHUNK_T queries wait for memory, and an H200 reads more slowly where more than some 100 KiB an SM are under
-    way: 128 rows of hd 128 on 8192 keys take 126.9 us with six slabs of 64 keys, 129.8 with eight and 130.6 with six of
-    128; of hd 256 249.7 with four of 64 and 255.2 with five (results/records/h200-fmha-attempts.json, with the times
+    Up to CHUNK_T queries are bound by memory, and an H200 reads more slowly with more than some 100 KiB per SM in
+    flight: 128 rows of hd 128 on 8192 keys take 126.9 us with six slabs of 64 keys, 129.8 with eight and 130.6 with six
+    of 128; of hd 256 249.7 with four of 64 and 255.2 with five (results/records/h200-fmha-attempts.json, with the times
     of 64 keys above).
 
-    Sequences of their own lengths take registers: with three warpgroups, or at hd 256 with 80 keys, ptxas spills.
+    Ragged sequences take more registers: with three warpgroups, or at hd 256 with 80 keys, ptxas spills.
     """
     if sizes.hd == 512:
         plan = standard_plan(512, "columns")
@@ -419,7 +421,7 @@ def split_count(sizes: FmhaSizes, ragged: bool = False, sm_count: int = H200_SM_
 
     Up to SHORT_KEYS keys the count follows from t and s_k alone. Then the bits of a sequence's result depend neither on
     the batch that it is served in nor on how its heads are grouped (laws batch_invariant, gqa_equals_expanded_mha).
-    Longer caches are split so that the machine is full. There the laws hold at equal plans only.
+    Longer caches are split to fill the machine. There the laws hold at equal plans only.
     """
     plan = kernel_plan(sizes, ragged)
     if sizes.s_k <= SHORT_KEYS:

@@ -1,4 +1,4 @@
-"""Forward attention on sm_90a as a program of the harness: compiled once a plan, called with sizes."""
+"""Forward attention on sm_90a as a program of the harness: compiled once per plan, called with sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fmha_program(
 ) -> HostProgram:
     """The call that performs `case`. `plan` and `splits` replace the rules of plan.py.
 
-    A CTA takes several work items in turn where there are more than `max_ctas` of them.
+    If there are more than `max_ctas` work items, CTAs take several in turn.
     """
     sizes = sizes_of(case)
     row = one_row_plan(sizes)
@@ -41,7 +41,7 @@ def fmha_program(
 
 @functools.cache
 def compiled_row(plan: OneRowPlan) -> Artifact:
-    """The compiled kernel of one row. UnsupportedError if CuTeDSL is not installed."""
+    """The compiled kernel of one_row.py. UnsupportedError if CuTeDSL is not installed."""
 
     def build() -> Artifact:
         from backends.cutedsl.sm90_fmha.one_row import OneRowFmha

@@ -1,6 +1,6 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""Softmax of the tile that a warpgroup holds in registers, in the layout of a wgmma accumulator.
+"""Softmax of a tile in a warpgroup's registers, in the layout of a wgmma accumulator.
 
 A thread has two rows, i = 0 and 1, at warp * 16 + lane / 4 + 8 i. Of each block of 8 columns it has the two at
 2 (lane % 4). Register 4 block + 2 i + j holds (row i, column j of the two). The four lanes of a row are a quad.
@@ -24,9 +24,9 @@ ROWS = 2
 class RowState(NamedTuple):
     """Statistics of this thread's rows, f32.
 
-    rMax: the maximum of the raw scores so far, or at most RESCALE_THRESHOLD below it. rBase: the same scaled, or 0
-    before the first score: what is subtracted from scaled scores. rSum: the sum of this thread's exponentials relative
-    to it. rFactor: the factor that takes O to the maximum after the last tile.
+    rMax: the maximum of the raw scores so far, or at most RESCALE_THRESHOLD below it. rBase: rMax scaled, or 0 before
+    the first score; it is subtracted from scaled scores. rSum: the sum of this thread's exponentials relative to rBase.
+    rFactor: the factor that takes O to the maximum after the last tile.
     """
 
     rMax: cute.Tensor
@@ -47,7 +47,7 @@ def reset(state: RowState) -> None:
 
 
 def row_values(rAcc: cute.Tensor, i: int) -> cute.Tensor:
-    """Row i of an accumulator held flat: (pair, block)."""
+    """Row i of a flat accumulator: (pair, block)."""
     return cute.make_tensor(rAcc.iterator + 2 * i, cute.make_layout((2, cute.size(rAcc) // 4), stride=(1, 4)))
 
 
@@ -62,8 +62,8 @@ def quad_reduced(value: Float32, operation) -> Float32:
 def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
     """a b + c, rounded once.
 
-    Written as a product and a sum it would be one instruction on the device all the same: ptxas contracts the two where
-    PTX names no rounding. The machine rounds both, and so would a change of ptxas.
+    A product and a sum would be one instruction on the device all the same: ptxas contracts the two where PTX names no
+    rounding. But the PTX virtual machine rounds both, and another ptxas might too.
     """
     values = [Float32(value).ir_value(loc=loc, ip=ip) for value in (a, b, c)]
     return Float32(math.fma(*values, loc=loc, ip=ip))
@@ -80,7 +80,7 @@ def mask_scores(rS: cute.Tensor, first_key: Int32, keys: cute.Tensor):
 
 
 def mask_row(rRow: cute.Tensor, i: int, first_key: Int32, keys: cute.Tensor) -> None:
-    """mask_scores of row `i`, its scores in rRow."""
+    """mask_scores for row `i`, whose scores are in rRow."""
     begin = keys[i, 0] - first_key
     visible = Uint32(cutlass.max(keys[i, 1] - keys[i, 0], Int32(0)))
     for block in range(cute.size(rRow, mode=[1])):
@@ -90,7 +90,7 @@ def mask_row(rRow: cute.Tensor, i: int, first_key: Int32, keys: cute.Tensor) -> 
 
 
 CHAINS = 4
-"""Chains of maxima a row. With two, ptxas has one of 32 dependent maxima a row of 128 keys, 5 clocks each."""
+"""Chains of maxima per row. With two, ptxas makes a chain of 32 dependent maxima for 128 keys, 5 clocks each."""
 
 
 @cute.jit
@@ -101,10 +101,10 @@ def raise_maxima(
     rows: cutlass.Constexpr,
     first_only: cutlass.Constexpr = False,
 ):
-    """Take the scores of a tile into the maxima of `rows`. rFactor takes their sums and O to the new ones.
+    """Update the maxima of `rows` with the scores of a tile. rFactor takes their sums and O to the new maxima.
 
-    A maximum stays while the true one is at most RESCALE_THRESHOLD above it, in powers of two: then the factor is 1.
-    The chains of all these rows run side by side. With `first_only` rows that have a maximum keep it.
+    A maximum stays while the true one is at most RESCALE_THRESHOLD above it, in powers of two; the factor is then 1.
+    The chains of all these rows run side by side. With `first_only`, rows that have a maximum keep it.
     """
     rRows = [row_values(rS, i) for i in rows]
     tops = [[rRow[k % 2, k // 2] for k in range(CHAINS)] for rRow in rRows]
@@ -119,12 +119,12 @@ def raise_maxima(
         top = [cute.arch.fmax(value, other) for value, other in zip(top, others, strict=True)]
     for i, value in zip(rows, top, strict=True):
         old = state.rMax[i]
-        # Not above a score of -inf, nor for one: -inf - -inf is NaN.
+        # False if both are -inf: -inf - -inf is NaN.
         raised = Boolean((value - old) * scale_log2 > Float32(RESCALE_THRESHOLD))
         if cutlass.const_expr(first_only):
             raised = raised & Boolean(old == -Float32.inf)
         new = cutlass.select_(raised, value, old)
-        # A row that has seen no key keeps -inf: relative to 0 its exponentials are 0, not NaN.
+        # A row that has seen no key keeps -inf. Relative to 0 its exponentials are 0, not NaN.
         base = cutlass.select_(new == -Float32.inf, Float32(0.0), new) * scale_log2
         state.rMax[i] = new
         state.rBase[i] = base
@@ -173,8 +173,8 @@ def rescale(rO: cute.Tensor, rFactor: cute.Tensor):
 def bf16_pair(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
     """Two f32 rounded to bf16, as the halves of a word.
 
-    It is inline assembly because LLVM moves its own conversion past the head of the loop. P would then stay in f32
-    while the next S comes, 32 registers more for a tile of 128 keys, and the MMA would wait for the rounding.
+    Inline assembly, because LLVM moves its own conversion past the head of the loop. P would then stay in f32 while the
+    next S comes, which takes 32 more registers for a tile of 128 keys, and the MMA would wait for the rounding.
     """
     values = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
     instruction = "cvt.rn.bf16x2.f32 $0, $1, $2;"
@@ -182,7 +182,7 @@ def bf16_pair(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
 
 
 def pair_words(rP: cute.Tensor) -> cute.Tensor:
-    """P as words of two."""
+    """P as 32-bit words of two bf16."""
     return cute.make_tensor(cute.recast_ptr(rP.iterator, dtype=Int32), cute.make_layout(cute.size(rP) // 2))
 
 

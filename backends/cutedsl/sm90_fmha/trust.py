@@ -1,18 +1,18 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""Exponentials that do not wait for the maxima of their tile, and what is done where the maxima before fall short.
+"""Exponentials that do not wait for their tile's maxima, and the correction where the earlier maxima are too low.
 
-A tile's exponentials P are taken relative to the maxima of the tiles before it. That is as good as long as they stay
-below 2^RESCALE_THRESHOLD, the bound that lagging maxima have anyway. Their sums, which are needed in any case, show it:
-while no thread's sum is above the bound, no P is. So most tiles have no maxima, no shuffles, and nothing that waits for
-them. Where a sum is above the bound, the warp looks at its rows:
+A tile's exponentials P are taken relative to the maxima of the tiles before it. That is as good while P stays below
+2^RESCALE_THRESHOLD, the bound that lagging maxima have anyway. The sums of P, needed in any case, show it: while no
+thread's sum is above the bound, no P is. So most tiles have no maxima, no shuffles, and nothing that waits for them. If
+a sum is above the bound, the warp checks its rows:
 
 - A row whose largest P is at most the bound stays as it is, bit for bit. So its result does not depend on the rows
   beside it.
-- A row whose largest P is above it goes to a maximum that is higher by the exponent of that P. P, the sums and O are
-  scaled down.
+- If a row's largest P is above the bound, its maximum is raised by the exponent of that P. P, the sums and O are scaled
+  down.
 - A row with a P above 2^OVERFLOW_EXPONENT, which may be infinite, is computed again: its scores from Q and K in shared
-  memory, their maximum, the exponentials. For that K stays in its ring until here.
+  memory, their maximum, the exponentials. K stays in its ring until then.
 """
 
 from typing import NamedTuple
@@ -42,16 +42,16 @@ from backends.cutedsl.sm90_fmha.softmax import (
 
 MAX_P = 2.0**RESCALE_THRESHOLD
 OVERFLOW_EXPONENT = 100
-"""Rows with a P above 2^100 are computed again, and not scaled: no factor is subnormal, and infinity is above it."""
+"""Rows with a P above 2^100 are computed again, not scaled. So no factor is subnormal, and infinity is covered."""
 FRACTION_BITS = 23
 EXPONENT_BIAS = 127
 
 
 class TrustedTile(NamedTuple):
-    """What the scores in registers were computed from: stages of sQ and sK, the tile of keys.
+    """The source of the scores in registers: stages of sQ and sK, and the tile of keys.
 
-    `rKeys` (row, begin or end): the keys that rows see, None if they are to be found. `rSum` (row): this thread's sums
-    of the tile's exponentials.
+    `rKeys` (row, begin or end): the keys that rows see; None: to be computed. `rSum` (row): this thread's sums of the
+    tile's exponentials.
     """
 
     q_tile: Int32
@@ -78,16 +78,16 @@ def settle(
     tile: TrustedTile,
     consumer: Consumer,
 ):
-    """Add the tile's sums to those before. First make P, sums, maxima and O good where a sum is above MAX_P.
+    """Add the tile's sums to the earlier ones. If a sum is above MAX_P, first correct P, sums, maxima and O.
 
-    P is in f32 and, rounded, in rP. No MMA is in flight.
+    P is in rS as f32 and in rP as bf16. No MMA is in flight.
     """
     rows, rSum = registers.rows, tile.rSum
     if cute.arch.vote_any_sync(Boolean(rSum[0] > Float32(MAX_P)) | Boolean(rSum[1] > Float32(MAX_P))):
         rows.rFactor.fill(1.0)
         for i in cutlass.range_constexpr(ROWS):
             scale_down(problem, registers, rSum, i)
-        # After both rows are rounded, so that their registers are free.
+        # After both rows are rounded, because their registers are free then.
         for i in cutlass.range_constexpr(ROWS):
             overflows = Boolean(quad_reduced(rSum[i], cute.arch.fmax) > Float32(2.0**OVERFLOW_EXPONENT))
             if cute.arch.vote_any_sync(overflows):
@@ -99,7 +99,7 @@ def settle(
 
 
 def scale_down(problem: Problem, registers: Registers, rSum: cute.Tensor, i: int) -> None:
-    """Raise the maximum of row `i` if a P of it is above MAX_P, but finite, and scale P and its sum by the factor."""
+    """If row `i` has a P above MAX_P, but none above 2^OVERFLOW_EXPONENT, raise its maximum and scale P and its sum."""
     rows, rRow = registers.rows, row_values(registers.rS, i)
     top = quad_reduced(largest(rRow), cute.arch.fmax)
     raised = Boolean(top > Float32(MAX_P)) & Boolean(top <= Float32(2.0**OVERFLOW_EXPONENT))
@@ -112,7 +112,7 @@ def scale_down(problem: Problem, registers: Registers, rSum: cute.Tensor, i: int
 
 
 def take(rows: RowState, problem: Problem, i: int, where: Boolean, maximum: Float32) -> None:
-    """Where `where`, make `maximum` that of row `i`, and rFactor what takes O and the sums before to it."""
+    """If `where`, make `maximum` the maximum of row `i`, and rFactor the factor for O and the earlier sums."""
     old = rows.rBase[i]
     base = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum) * problem.scale_log2
     rows.rMax[i] = cutlass.select_(where, maximum, rows.rMax[i])
@@ -130,7 +130,7 @@ def largest(rRow: cute.Tensor) -> Float32:
 
 
 def round_row(registers: Registers, i: int, where: Boolean) -> None:
-    """Where `where`, round row `i` of P to bf16, in the order of round_p."""
+    """If `where`, round row `i` of P to bf16, in the order of round_p."""
     words, rRow = pair_words(registers.rP), row_values(registers.rS, i)
     for block in range(cute.size(rRow, mode=[1])):
         word = bf16_pair(rRow[0, block], rRow[1, block])
@@ -149,9 +149,9 @@ def compute_again(
     i: cutlass.Constexpr,
     where: Boolean,
 ):
-    """Compute row `i` of P and its sum again, relative to the row's own maximum. Keep them where `where`.
+    """Compute row `i` of P and its sum again, relative to the row's own maximum. Keep them if `where`.
 
-    All lanes compute: with a branch a lane, ptxas 13.5 serialises the MMAs of three warpgroups.
+    All lanes compute: with a branch per lane, ptxas 13.5 serialises the MMAs of three warpgroups.
     """
     rRow = row_values(registers.rS, i)
     blocks = cutlass.const_expr(cute.size(rRow, mode=[1]))

@@ -2,12 +2,13 @@
 # pyright: reportMissingImports=false
 """The epilogues of the grouped GEMMs, from accumulators in registers.
 
-Registers 4 b + 2 r + c of a thread: weight row 16 warp + lane / 4 + 8 r of a block of 64 and column 8 b +
+Register 4 b + 2 r + c of a thread has weight row 16 warp + lane / 4 + 8 r of a block of 64 and column 8 b +
 2 (lane % 4) + c. repack.py puts the gate of an output in row g and its up in row g + 8, and two neighbouring rows of w2
 likewise.
 
 L1: SwiGLU in registers. A block of 16 outputs is in two warps, so activations go through shared memory, 64 tokens at a
-time; then a thread has a whole block. L2: two neighbouring bf16 of a row a store, 32 bytes of a token by eight lanes.
+time; then a thread has a whole block. L2: a store has two neighbouring bf16 of a row; eight lanes store 32 bytes of a
+token.
 """
 
 from typing import NamedTuple
@@ -25,9 +26,9 @@ from backends.cutedsl.sm90_moe.requantise import CODE_WORDS, quantise_block, rou
 from backends.cutedsl.sm90_moe.schedule import ColumnPiece
 
 OUTPUTS = BLOCK_ROWS // 2
-"""Activations that a block of weight rows gives of a token."""
+"""Activations of a token from a block of weight rows."""
 SCALED = OUTPUTS // SF_VEC_SIZE
-"""Blocks of 16 of them, with a scale each."""
+"""Blocks of 16 of these activations, each with a scale."""
 STAGING_BARRIER = 1
 """Named barriers: warpgroup g meets at STAGING_BARRIER + g."""
 
@@ -35,7 +36,7 @@ STAGING_BARRIER = 1
 class ColumnActivations(NamedTuple):
     """Factors and weights by column tile and column (expand.py), global scales of a2 by expert, a2 by expert row.
 
-    `clamp`: +inf for none. There is no mA2_gs of bf16 a2.
+    `clamp`: +inf for none. mA2_gs is None for bf16 a2.
     """
 
     mFactor: cute.Tensor
@@ -46,7 +47,7 @@ class ColumnActivations(NamedTuple):
 
 
 class ColumnRows(NamedTuple):
-    """Expert rows bf16 (rows, hidden), and the global scales of experts; no mA2_gs of bf16 a2."""
+    """Expert rows bf16 (rows, hidden), and the global scales of experts; mA2_gs is None for bf16 a2."""
 
     mRows: cute.Tensor
     mA2_gs: cute.Tensor | None
@@ -54,9 +55,12 @@ class ColumnRows(NamedTuple):
 
 
 class ColumnConsumer(NamedTuple):
-    """A thread of the consumers: its number among them, its warpgroup, its number there, its lane's row and column of
-    an 8 x 8 part of an accumulator, whether it is the first lane of its warp, and where its codes and its block scales
-    of its warpgroup's first block lie in the weights of a stage, in bytes."""
+    """A consumer thread: its number among the consumers, its warpgroup, its number in it.
+
+    `quad` and `quad_lane`: its lane's row and column pair in an 8 x 8 part of an accumulator. `leads`: whether it is
+    the first lane of its warp. `codes_at`, `scales_at`: byte offsets, in the weights of a stage, of its codes and block
+    scales of its warpgroup's first block.
+    """
 
     thread: Int32
     group: Int32
@@ -69,10 +73,10 @@ class ColumnConsumer(NamedTuple):
 
 
 def here(value: Int32) -> Int32:
-    """The same value, known from this place on only.
+    """`value`, which the compiler knows only from here on.
 
-    What follows from sizes alone is the same for all tiles: the compiler would compute it once, an offset for every
-    column of every width, and leave too few registers for the products.
+    Offsets that follow from sizes alone are the same for all tiles. The compiler would compute them once, one for every
+    column, and leave too few registers for the products.
     """
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
@@ -96,8 +100,8 @@ def store_activations(
     rows: Int32,
     consumer: ColumnConsumer,
 ):
-    """The end of block `rows` of w1 in a tile. sStaged (token, output, warpgroup) f32. w1 has an even number of panels,
-    so no tile is larger than what is left of it."""
+    """Finish block `rows` of w1 in a tile. sStaged (token, output, warpgroup) f32. w1 has an even number of panels, so
+    no tile extends past it."""
     rH = cute.make_rmem_tensor(SF_VEC_SIZE, Float32)
     rCodes = cute.make_rmem_tensor(CODE_WORDS, Uint32)
     in_group, pair = here(consumer.in_group), here(2 * consumer.quad_lane)
@@ -124,10 +128,10 @@ def store_activations(
 
 
 class ExpertScales(NamedTuple):
-    """Global scales of an expert, as they are in memory: of a2, 1 if it is bf16, and of w2, 1 in L1.
+    """Global scales of an expert, as they are in memory: of a2 (1 if it is bf16) and of w2 (1 in L1).
 
-    They are loaded before the products of a tile and first used behind them. A product of the two in between would wait
-    for memory, 400 to 600 cycles a tile (results/attempts.md).
+    They are loaded before the products of a tile and first used after them. Multiplying the two earlier would wait for
+    memory, 400 to 600 cycles per tile (results/attempts.md).
     """
 
     a2: Float32
@@ -135,7 +139,7 @@ class ExpertScales(NamedTuple):
 
 
 def scales_of(tensors: ColumnActivations | ColumnRows, expert: Int32) -> ExpertScales:
-    """What the end of a tile needs of its expert."""
+    """The scales of `expert` that the end of a tile needs."""
     one = Float32(1.0)
     a2 = one if tensors.mA2_gs is None else Float32(tensors.mA2_gs[expert])
     return ExpertScales(a2, one if isinstance(tensors, ColumnActivations) else Float32(tensors.mW2_gs[expert]))
@@ -151,8 +155,7 @@ def store_rows(
     rows: Int32,
     consumer: ColumnConsumer,
 ):
-    """The end of block `rows` of w2 in a tile. Rows of W past the last do not exist where a tile is larger than what is
-    left."""
+    """Finish block `rows` of w2 in a tile. If the tile extends past the last row of W, those rows are not stored."""
     scale = scales.a2 * scales.w2 * result_factor(plan.bf16)
     hidden, pair = here(tensors.mRows.shape[1]), here(2 * consumer.quad_lane)
     element = rows * BLOCK_ROWS + consumer.in_group // 32 * 16 + consumer.quad * 2

@@ -1,12 +1,12 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""Activations expanded to 16 bits once, in the order of the column tiles and swizzled as wgmma reads them.
+"""Activations are expanded to 16 bits once, in the order of the column tiles and swizzled for wgmma.
 
-Two blocks of 16 codes and their block scales become 64 bytes, an element of the first, one of the second: code * scale
-* 2^-7 in f16, exact. Elements that are bf16 stay as they are and take the same turns. The first GEMM gathers its rows
-from the tokens here, and gets a table of factors: row r of its accumulators is times x_gs * w1_gs * 2^14, or w1_gs *
-2^7 where tokens are bf16. Rows that fill up a column tile are left as they are: they are columns of the product that
-nobody reads.
+Two blocks of 16 codes and their block scales become 64 bytes, interleaved element by element: code * scale * 2^-7 in
+f16, exact. bf16 elements keep their values and are interleaved the same way. The rows of the first GEMM are gathered
+from the tokens here, with a table of factors: row r of its accumulators is multiplied by x_gs * w1_gs * 2^14, or by
+w1_gs * 2^7 if tokens are bf16. Rows that only fill up a column tile are not written: nothing reads their columns of the
+product.
 """
 
 from typing import NamedTuple
@@ -23,19 +23,19 @@ from backends.cutedsl.sm90_moe.unpack import times
 
 THREADS = 128
 CTAS_PER_SM = 24
-"""More than are there at a time: where rows are few, a CTA has one each, and who is done first takes the next."""
+"""More than are resident at a time: with few rows, each CTA has one row, and an SM that is done takes the next CTA."""
 AT_ONCE = 4
-"""Chunks of a thread that are asked for before the first is used: all of a row of 7168 or less."""
+"""Chunks that a thread loads before it uses the first: all of its chunks in a row of 7168 or less."""
 CHUNK_BYTES = 16
-"""What the swizzle moves together: four elements of each of two blocks."""
+"""The bytes that the swizzle moves together: four elements of each of two blocks."""
 CHUNKS = ROW_BYTES // CHUNK_BYTES
 UNITS = THREADS // CHUNKS
-"""That the threads of a CTA take at a time."""
+"""Units that the threads of a CTA take at a time."""
 
 
 class Expanded(NamedTuple):
-    """Where expanded rows go: u8, column tiles of `pitch` bytes, `width` rows each; the table of column tiles; units
-    along K."""
+    """The destination of expanded rows: u8, column tiles of `pitch` bytes, `width` rows each; the table of column
+    tiles; units along K."""
 
     mRows: cute.Tensor
     mColumns: cute.Tensor
@@ -45,9 +45,9 @@ class Expanded(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Of gathered rows: routes of rows, scales, weights of routes, and the tables f32 (column tiles, columns).
+    """For gathered rows: routes of rows, scales, weights of routes, and the tables f32 (column tiles, columns).
 
-    mWeight holds 1 where `weighted` is 0. There is no mX_gs of bf16 tokens.
+    mWeight holds 1 if `weighted` is 0. mX_gs is None for bf16 tokens.
     """
 
     mRouteOfRow: cute.Tensor
@@ -79,7 +79,7 @@ def times_two_to_7(pair: Uint32) -> Uint32:
 
 
 def half_word(mBytes: cute.Tensor, offset: Int64) -> Uint32:
-    """Two bytes, an even offset."""
+    """Two bytes at an even offset."""
     pointer = cute.recast_ptr(mBytes.iterator + cute.assume(offset, divby=2), dtype=Uint16)
     return Uint32(cute.make_tensor(pointer, cute.make_layout(1))[0])
 
@@ -92,7 +92,7 @@ LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632
 
 @cute.jit
 def load_chunk(x: RowsOf, source: Int32, unit: Int32, inside: Int32, rLoaded: cute.Tensor):
-    """rLoaded (4) u32: what chunk `inside` of a unit of row `source` is made of. Nothing here waits for it."""
+    """Load the parts of chunk `inside` of a unit of row `source` into rLoaded (4) u32. Nothing here waits for it."""
     if cutlass.const_expr(isinstance(x, Nvfp4)):
         row_bytes, atoms = x.codes.shape[1], x.sf.shape[1]
         pair, part = inside // 4, inside % 4
@@ -111,7 +111,7 @@ def load_chunk(x: RowsOf, source: Int32, unit: Int32, inside: Int32, rLoaded: cu
 
 @cute.jit
 def make_chunk(x: RowsOf, rLoaded: cute.Tensor, rChunk: cute.Tensor):
-    """rChunk (4) u32: the chunk, of an element of the first block and one of the second in turns."""
+    """Make rChunk (4) u32, the chunk, with the elements of its two blocks interleaved."""
     if cutlass.const_expr(isinstance(x, Nvfp4)):
         word = rLoaded[0] | rLoaded[1] << 16
         scales = times_two_to_7(scale_pair(rLoaded[2]))
@@ -127,10 +127,10 @@ def make_chunk(x: RowsOf, rLoaded: cute.Tensor, rChunk: cute.Tensor):
 
 @cute.jit
 def expand_row(x: RowsOf, expanded: Expanded, source: Int32, column: Int32, row: Int32, thread: Int32):
-    """All of a row, 16 bytes a thread at a time, so that a warp writes whole rows of a unit.
+    """Expand a whole row, 16 bytes per thread at a time, so that a warp writes whole rows of a unit.
 
-    Chunk c of a unit: elements 4 (c % 4) and on of blocks 2 (c / 4) and its next; it is stored at c ^ row % 8. A thread
-    has the same one of each of its units.
+    Chunk c of a unit has four elements from 4 (c % 4) on of blocks 2 (c / 4) and 2 (c / 4) + 1. It is stored at
+    c ^ row % 8. A thread has the same chunk of each of its units.
     """
     rLoaded = cute.make_rmem_tensor((CHUNK_BYTES // 4, AT_ONCE), Uint32)
     rChunk = cute.make_rmem_tensor(CHUNK_BYTES // 4, Uint32)
@@ -152,7 +152,7 @@ def expand_row(x: RowsOf, expanded: Expanded, source: Int32, column: Int32, row:
 
 @cute.kernel
 def gather_kernel(x: RowsOf, expanded: Expanded, factors: Factors):
-    """Tokens `x` as the rows of column tiles, and their factors. A CTA takes one row after another."""
+    """Write tokens `x` as the rows of column tiles, and their factors. A CTA takes one row after another."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
@@ -160,7 +160,7 @@ def gather_kernel(x: RowsOf, expanded: Expanded, factors: Factors):
     blocks, _, _ = cute.arch.grid_dim()
     mFactor, mWeight = factors.mFactor, factors.mWeight
     columns, entry = count_and_entry(expanded.mColumns, block // expanded.width)
-    # One by one: to a name within parentheses the compiler assigns nothing in the loop, and says nothing.
+    # One by one: the compiler silently drops assignments in the loop to a name within parentheses.
     expert, first_row, rows = entry.expert, entry.first_row, entry.rows
     for index in cutlass.range(block, columns * expanded.width, blocks, unroll=1):
         column, row = index // expanded.width, index % expanded.width
@@ -187,7 +187,7 @@ def gather_kernel(x: RowsOf, expanded: Expanded, factors: Factors):
 
 @cute.kernel
 def expand_kernel(a: RowsOf, expanded: Expanded):
-    """Expert rows `a` as the rows of column tiles. A CTA takes one row after another."""
+    """Write expert rows `a` as the rows of column tiles. A CTA takes one row after another."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()

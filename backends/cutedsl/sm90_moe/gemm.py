@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """The persistent grouped GEMM on sm_90a.
 
-warpgroup 0   the producer: a warp brings weights and tokens, a stage at a time; its registers go to the others
+warpgroup 0   the producer: one warp loads weights and tokens, a stage at a time; its registers go to the others
 the others    the consumers, one or two blocks of 64 weight rows each: the products (multiply.py), then the epilogue
 """
 
@@ -60,10 +60,10 @@ def bulk_load(target: cute.Pointer, source: cute.Pointer, size: int, barrier: cu
 def load_piece(
     plan: Sm90MoePlan, gemm: ColumnGemm, smem: GemmSmem, ring: StageRing, place: RingPlace, piece: ColumnPiece
 ):
-    """The stages of a piece. Of a tile that is larger than what is left of W, the last panel is loaded twice.
+    """Load the stages of a piece. If the tile extends past W, the last panel is loaded twice.
 
-    Consumers read weights through the generic proxy. The fence that the ISA asks for between that and a copy over them
-    is the producer's, behind the barrier: one warp has it, and none of those that multiply.
+    Consumers read weights through the generic proxy. The PTX ISA asks for a proxy fence between these reads and a copy
+    over them. The producer executes it after its mbarrier wait, so the warps that multiply have no fence.
     """
     units = gemm.turns * TURN_UNITS
     tokens = piece.column * gemm.pitch + Int64(piece.first) * (TURN_UNITS * plan.width * ROW_BYTES)
@@ -111,7 +111,7 @@ def finish(
     rAcc: cute.Tensor,
     consumer: ColumnConsumer,
 ):
-    """Hand the sums of a piece over, or take over those of the rest of the tile and store it."""
+    """Hand over the sums of a piece, or add the sums of the rest of the tile and store the tile."""
     if piece.first > 0:
         hand_over(plan, gemm, rAcc, consumer.thread)
     else:
@@ -159,7 +159,7 @@ def consumer_of(plan: Sm90MoePlan, number: Int32, group: Int32, in_group: Int32)
 
 
 def kept(value: Int32, lane: Int32) -> Int32:
-    """`value` of thread `lane` of a warp, in a register. From threadIdx ptxas would compute it anew in each turn of the
+    """`value` of lane `lane` of the warp, in a register. ptxas would recompute it from threadIdx in each turn of the
     loop, which costs issue slots; it does not see through a shuffle."""
     return Int32(cute.arch.shuffle_sync(value, lane))
 
@@ -178,7 +178,7 @@ def allocate(plan: Sm90MoePlan, allocator: memory.SmemAllocator) -> GemmSmem:
 
 @cute.jit
 def grouped_gemm(plan: Sm90MoePlan, gemm: ColumnGemm, tensors: ColumnActivations | ColumnRows):
-    """The body of both kernels: dispatch the warps to their roles. `tensors`: those of the epilogue."""
+    """The body of both kernels: dispatch the warps to their roles. `tensors`: the epilogue's."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     allocator = memory.SmemAllocator()

@@ -7,8 +7,8 @@
     l2           routing, expand, L2
     combine      routing, combine
 
-Called to prepare, it repacks the weights of its stage instead. sm_90a has no FP4 tensor core: weights stay NVFP4 in
-memory, which is what saves its bandwidth, and become f16 in registers, or bf16 if activations are; in both a code times
+Called to prepare, it repacks the weights of its stage instead. sm_90a has no FP4 tensor core. Weights stay NVFP4 in
+memory, which saves bandwidth, and become f16 in registers, or bf16 if the activations are bf16. In both, a code times
 its block scale is exact.
 
 Each kernel but the first may be launched while the one before it still runs (programmatic dependent launch).
@@ -36,9 +36,9 @@ named = partial(kernel_named, FAMILY)
 
 
 class Sm90Moe:
-    """The host function for GEMMs of `width` columns a tile, with bf16 activations or NVFP4 ones.
+    """The host function for GEMMs of `width` columns per tile, with bf16 activations or NVFP4 ones.
 
-    `call`, in all methods: the arguments by the names of program.PARAMETERS.
+    `call` in all methods: the arguments, named as in program.PARAMETERS.
     """
 
     def __init__(self, width: int, bf16: bool) -> None:
@@ -101,7 +101,7 @@ class Sm90Moe:
         return {"grid": grid, "block": [expand.THREADS, 1, 1], "stream": call.stream, "use_pdl": True}
 
     def _gemm(self, call: SimpleNamespace, plan: Sm90MoePlan, w: Nvfp4, packed: cute.Tensor, expanded):
-        """The operands and sizes of a product, and how it is launched."""
+        """The operands and sizes of a product, and its launch parameters."""
         flags = 0 if plan.swiglu else 1
         panels = w.codes.shape[1] // PANEL_ROWS
         m_flags = cute.make_tensor(call.flags.iterator + flags * call.flags.shape[1], call.flags[0, None].layout)

@@ -1,14 +1,14 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""The products of a tile: weights out of shared memory into registers, unpacked, times the tokens.
+"""The products of a tile: weights are loaded from shared memory into registers, unpacked and multiplied by the tokens.
 
-By wgmma, a warpgroup multiplies two blocks of 64 weight rows, each with registers for A of its own: while the tensor
-core multiplies with those of one, the threads unpack the other, or the next unit of this one. A stage is given back
-when its wgmmas are known to be done, one block later. All codes of a stage are loaded at once: an unpacking that begins
+With wgmma, a warpgroup multiplies two blocks of 64 weight rows, each with its own registers for A. While the tensor
+core multiplies one block, the threads unpack the other, or the next unit of this one. A stage is released when its
+wgmmas are known to be done, one block later. All codes of a stage are loaded at once, because an unpacking that begins
 with a load waits for it (results/attempts.md).
 
-Of eight columns each warp multiplies its 16 rows by itself, by mma.sync: wgmma takes 15 cycles of an H200 whatever N,
-and four warps that wait for each other (results/records/h200-moe-clean-flush.json).
+For eight columns each warp multiplies its 16 rows by itself with mma.sync: wgmma takes 15 cycles of an H200 whatever N,
+and its four warps wait for each other (results/records/h200-moe-clean-flush.json).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from backends.cutedsl.sm90_moe.plan import (
 from backends.cutedsl.sm90_moe.unpack import unpack
 
 CHUNK_BYTES = 16
-"""A row of an 8 x 8 matrix of f16. The swizzle moves them together."""
+"""A row of an 8 x 8 matrix of f16. The swizzle moves it as a whole."""
 
 
 class GemmSmem(NamedTuple):
-    """The ring: tokens, swizzled, flat, and weights, flat, as bytes. sStaged: the staging of L1's epilogue, or None."""
+    """The ring as flat bytes: sB tokens, swizzled, and sA weights. sStaged: the staging of L1's epilogue, or None."""
 
     sB: cute.Tensor
     sA: cute.Tensor
@@ -53,7 +53,7 @@ class GemmSmem(NamedTuple):
 
 
 class UnitRegisters(NamedTuple):
-    """What a thread unpacks of a block in a unit: a word of codes a k-step, a word of block scales for two; u32."""
+    """A thread's packed weights of a block in a unit, u32: a word of codes per k-step, one of block scales per two."""
 
     rCodes: cute.Tensor
     rScales: cute.Tensor
@@ -68,7 +68,7 @@ def make_unit(plan: Sm90MoePlan) -> tuple[UnitRegisters, ...]:
 
 
 def operand_of(plan: Sm90MoePlan) -> type[Float16] | type[BFloat16]:
-    """What weights become and tokens are."""
+    """The type of unpacked weights and of tokens."""
     return BFloat16 if plan.bf16 else Float16
 
 
@@ -81,7 +81,7 @@ def make_mma(plan: Sm90MoePlan) -> cute.TiledMma:
 
 
 def tokens_of(plan: Sm90MoePlan, sB: cute.Tensor) -> cute.Tensor:
-    """(column, K, unit of stage, stage) f16 or bf16, as wgmma reads them."""
+    """The tokens as wgmma reads them: (column, K, unit of stage, stage) f16 or bf16."""
     operand, tile = operand_of(plan), (BLOCK_ROWS, plan.width, UNIT_K)
     layout = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, operand, 1)
     unit = cute.select(layout.outer, [0, 1])
@@ -105,7 +105,7 @@ def load_unit(
     weights: tuple[UnitRegisters, ...],
     consumer: ColumnConsumer,
 ):
-    """What this thread unpacks of a unit, of each block."""
+    """Load this thread's packed weights of a unit, for each block."""
     for block in cutlass.range_constexpr(plan.group_blocks):
         rCodes, rScales = weights[block]
         begin = stage * plan.a_bytes + (unit * UNIT_BYTES + block * BLOCK_BYTES)
@@ -117,9 +117,9 @@ def load_unit(
 
 
 def give_back(ring: StageRing, stage: Int32, leads: Boolean) -> None:
-    """Tell the producer that this warp has read the stage. `leads`: one lane of it.
+    """Tell the producer that this warp has read the stage. `leads`: whether this is the lane that does it.
 
-    Without a branch: ptxas 13.5 gives up the pipeline of wgmmas that one divides.
+    There is no branch, because ptxas 13.5 gives up the pipeline of wgmmas if a branch divides it.
     """
     cute.arch.inline_ptx(
         "mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[ring.empty + stage], predicate=leads
@@ -137,8 +137,8 @@ def load_next(
     weights: tuple[UnitRegisters, ...],
     consumer: ColumnConsumer,
 ):
-    """The weights of the unit behind unit `unit` of a turn, which is in the stage at `place`. `exists`: whether another
-    turn follows."""
+    """Load the weights of the unit after unit `unit` of a turn, which is in the stage at `place`. `exists`: whether
+    another turn follows."""
     following = cutlass.const_expr((unit + 1) % TURN_UNITS)
     inside = cutlass.const_expr(following % plan.units)
     if cutlass.const_expr(following > 0):
@@ -182,7 +182,7 @@ def multiply_by_warpgroups(
     rAcc: cute.Tensor,
     consumer: ColumnConsumer,
 ):
-    """The loop of `multiply` by wgmma."""
+    """The loop of `multiply` with wgmma."""
     weights = [make_unit(plan) for _ in range(plan.units)]
     mma = make_mma(plan)
     mma.set(warpgroup.Field.ACCUMULATE, True)
@@ -222,8 +222,8 @@ def multiply_by_warpgroups(
 
 @cute.jit
 def load_tokens(plan: Sm90MoePlan, sB: cute.Tensor, stage: Int32, unit: int, rB: cute.Tensor, consumer: ColumnConsumer):
-    """rB (2, k-step) u32, the B fragments of a unit of eight columns. Lane l addresses row l % 8 and chunk l / 8, which
-    lies at chunk ^ row; 64 bytes further on lie the chunks of the other two steps."""
+    """Load rB (2, k-step) u32, the B fragments of a unit of eight columns. Lane l addresses row l % 8 and chunk l / 8,
+    which is stored at chunk ^ row. The chunks of the other two steps are at that place ^ 64 bytes."""
     lane = consumer.in_group % 32
     row, chunk = lane % 8, lane // 8
     place = stage * plan.b_bytes + unit * (plan.width * ROW_BYTES) + row * ROW_BYTES + (chunk ^ row) * CHUNK_BYTES
@@ -247,8 +247,8 @@ def multiply_by_warps(
     rAcc: cute.Tensor,
     consumer: ColumnConsumer,
 ):
-    """The loop of `multiply` by mma.sync, of one block a warpgroup. Weights of a unit are loaded while the one before
-    is multiplied."""
+    """The loop of `multiply` with mma.sync, one block per warpgroup. The weights of a unit are loaded while the unit
+    before is multiplied."""
     weights = make_unit(plan)
     wait_full(ring, place)
     load_unit(plan, smem.sA, place.stage, 0, weights, consumer)

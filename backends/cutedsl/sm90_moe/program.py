@@ -54,7 +54,7 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
     "clamp": ScalarParameter("f32"),
     "stream": StreamParameter(),
 }
-"""What the host functions take, each those of its stage: tensors of the op, and workspaces."""
+"""Parameters of the host functions, each with those of its stage: tensors of the op, and workspaces."""
 
 CONSTANTS: Final = {**TENSOR_CONSTANTS, "column_fields": COLUMN_FIELDS, "gemms": 2}
 
@@ -74,7 +74,7 @@ STAGES: Final[Mapping[str, frozenset[str]]] = {
 }
 """Names of the parameters of each stage's host function, for NVFP4 activations."""
 _OF_ACTIVATIONS: Final = {"x_codes": "x", "a2_codes": "a2"}
-"""Of NVFP4 activations, and of bf16 ones, which have no scales."""
+"""The names of NVFP4 activations, and of bf16 ones, which have no scales."""
 _SCALES_OF_ACTIVATIONS: Final = frozenset(("x_sf", "x_gs", "a2_sf", "a2_gs"))
 _WORKSPACES: Final = frozenset(
     (
@@ -88,14 +88,14 @@ _PREPARED: Final = ("layer", "l1", "l2")
 """Stages whose weights are repacked."""
 SLICES: Final = 8
 ANY_WIDTH: Final = WIDTHS[0]
-"""Of the plan of the other stages, which have no GEMM."""
+"""The width in the plan of stages that have no GEMM."""
 
 
 def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, width: int | None = None) -> HostProgram:
-    """The call that performs `case`. `width`: columns of a tile, where `width_for` shall not say it.
+    """The call that performs `case`. `width`: columns of a tile, in place of the choice of `width_for`.
 
-    A CTA takes several tiles in turn where there are more than `max_ctas` of them, and CTAs share the last ones.
-    UnsupportedError for more experts than the routing kernel counts.
+    If there are more than `max_ctas` tiles, CTAs take several in turn and share the last ones. UnsupportedError for
+    more experts than the routing kernel counts.
     """
     stage, experts, bf16 = str(case["stage"]), experts_of(case), case["activations"] == "bf16"
     if stage not in _PREPARED:
@@ -133,7 +133,7 @@ def _parameters_of(stage: str, bf16: bool) -> dict[str, Parameter]:
 
 
 def expected_routes(case: Case) -> int:
-    """As megamoe.codec.routing has it. A kernel may not import that: the key of what is compiled does not cover it."""
+    """As in megamoe.codec.routing, which a kernel may not import: the key of a compiled artifact does not cover it."""
     tokens, shared = case.int("tokens"), case.int("shared")
     routes = tokens * (case.int("topk") - shared)
     return tokens * shared + (-(-routes // SLICES) if case["load"] == "slice" else routes)

@@ -1,17 +1,17 @@
 # pyright: reportMissingImports=false
-"""Weights brought into the order in which A of wgmma reads them: once, before the first call.
+"""Weights are repacked into the order in which wgmma reads A, once, before the first call.
 
 A thread makes the 16 bytes of codes of one lane in one unit: for each of four k-steps the eight codes of its A fragment
 of m64nNk16, rows g and g + 8, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 (PTX ISA, "Register Fragments for
-wgmma.mma_async.m64nNk16"). Even columns are of one block of 16, odd ones of the next. The eight lie so that shifts,
-masks and exclusive ors turn them into f16 (unpack.py). Rows g of w1 are gates and rows g + 8 the ups of the same
-outputs, whatever the interleave. Rows g and g + 8 of w2 are neighbours in memory: then a thread has two neighbouring
-elements of rows.
+wgmma.mma_async.m64nNk16"). Even columns belong to one block of 16, odd columns to the next. The eight codes are placed
+so that shifts, masks and exclusive ors turn them into f16 (unpack.py). Rows g of w1 are gates and rows g + 8 the ups of
+the same outputs, whatever the interleave. Rows g and g + 8 of w2 are neighbours in memory, so an epilogue thread has
+two neighbouring elements of rows.
 
 Lane 0 of each row pair also makes 8 bytes of block scales. A scale has 5 bits of exponent and 3 of mantissa, which hold
-every e4m3 without subnormals: bits 14 to 7 of the f16 scale * 2^7. Those of row g lie there, of one block in each half
-of a word, those of row g + 8 in the same word turned to the right by eight bits. There is no zero, so codes under a
-zero scale become zeros.
+every e4m3 number without subnormals: bits 14 to 7 of the f16 scale * 2^7. The scales of row g are at these bits, one
+block in each half of a word. The scales of row g + 8 are in the same word, rotated to the right by eight bits. There is
+no zero, so codes under a zero scale become zeros.
 """
 
 import cutlass
@@ -26,19 +26,19 @@ from backends.cutedsl.sm90_moe.unpack import OTHER_ROW, SCALE_MASK, turned
 THREADS = 2 * PANEL_ROWS
 UNIT_WORDS = UNIT_K // 8
 FIELDS = (((0x8, 6), (0x7, 3)), ((0x8, 3), (0x7, 0)), ((0x8, 10), (0x4, 9), (0x3, 7)), ((0xD, 12), (0x2, 9)))
-"""Of A, B, C and D: which bits of a code move left by how much, in its half of the word."""
+"""For A, B, C and D: which bits of a code move left by how much, in its half of the word."""
 COMBINED = (
     *((-3, 0x0000_8000), (-2, 0x2080_2080), (2, 0x0800_0800)),
     *((3, 0x5000_5000), (-3, 0x0400_0400), (-2, 0x0100_0100)),
 )
 """Exclusive ors that undo those of unpack.py, in this order: how far the word moves to the left, which bits change."""
 SCALE_REBIAS = 0x1C00_1C00
-"""7 more in the exponent, above 10 bits of mantissa."""
+"""Adds 7 to the exponent, above 10 bits of mantissa."""
 
 
 @cute.jit
 def load_row(w: Nvfp4, row: Int32, unit: Int32, rWords: cute.Tensor) -> Uint32:
-    """rWords (8) u32: the codes of a unit of `row`, blocks under a zero scale as zeros; returns its scales."""
+    """Load the codes of a unit of `row` into rWords (8) u32, zeros under a zero scale; returns the scales."""
     row_bytes = w.codes.shape[-1]
     offset = cute.assume(Int64(row) * row_bytes + unit * (UNIT_K // 2), divby=UNIT_K // 2)
     words = cute.recast_ptr(w.codes.iterator + offset, dtype=Uint32)
@@ -51,13 +51,13 @@ def load_row(w: Nvfp4, row: Int32, unit: Int32, rWords: cute.Tensor) -> Uint32:
 
 
 def code_pair(rWords: cute.Tensor, first: int, element: Uint32) -> Uint32:
-    """Code `element` of word `first` and, above it, that of the same word of the next block."""
+    """Code `element` of word `first` and, in the upper half, of the same word of the next block."""
     low, high = rWords[first] >> (element << 2) & Uint32(0xF), rWords[first + 2] >> (element << 2) & Uint32(0xF)
     return low | high << 16
 
 
 def placed(pair: Uint32, field: int) -> Uint32:
-    """Two codes where those of A, B, C or D lie."""
+    """Two codes, moved to the bits of A, B, C or D."""
     word = Uint32(0)
     for bits, shift in FIELDS[field]:
         word = word | (pair & Uint32(bits << 16 | bits)) << shift
@@ -65,7 +65,7 @@ def placed(pair: Uint32, field: int) -> Uint32:
 
 
 def uncombined(word: Uint32) -> Uint32:
-    """Bits that unpack.py combines with others are stored so that the combination is the bit meant."""
+    """`word` with the bits that unpack.py combines changed so that the combination gives the original bits."""
     for shift, changed in COMBINED:
         word = word ^ (word << shift if shift > 0 else word >> -shift) & Uint32(changed)
     return word
@@ -79,9 +79,9 @@ def scale_words(scales: Uint32) -> tuple[Uint32, Uint32]:
 
 @cute.kernel
 def repack_kernel(w: Nvfp4, mPacked: cute.Tensor, interleave_log2: Int32):
-    """mPacked u8 from `w`. Grid: panels of all experts, units of 64 along K.
+    """Write mPacked u8 from `w`. Grid: panels of all experts, units of 64 along K.
 
-    `interleave_log2`: of gate and up of w1; 0 for w2.
+    `interleave_log2`: log2 of w1's interleave of gate and up; 0 for w2.
     """
     thread, _, _ = cute.arch.thread_idx()
     panel, unit, _ = cute.arch.block_idx()

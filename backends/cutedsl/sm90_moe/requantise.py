@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""Requantisation on sm_90a, a block of 16 by one thread: to NVFP4, for which it has no cvt, or to bf16.
+"""Requantisation on sm_90a, one thread per block of 16: to NVFP4, for which the target has no cvt, or to bf16.
 
-|v| * 2^-126 is a float whose bits 24 to 22 are the code of v: exponent 0, a subnormal, below 1. Rounding these bits to
-nearest even is rounding v, but for a v within 2^-24 of the halves below 1.
+|v| * 2^-126 is a float whose bits 24 to 22 are the code of v; below 1 the exponent is 0, a subnormal. Rounding these
+bits to nearest even rounds v, except for a v within 2^-24 of the halves below 1.
 """
 
 import cutlass
@@ -63,7 +63,7 @@ def quantise_block(rH: cute.Tensor, gs: Float32, rCodes: cute.Tensor) -> Uint32:
 
 @cute.jit
 def store_block(target: Nvfp4, row: Int32, block: Int32, rCodes: cute.Tensor, sf: Uint32):
-    """Codes and the scale of columns 16 block .. 16 block + 15 of `row`."""
+    """Store the codes and the scale of columns 16 block .. 16 block + 15 of `row`."""
     offset = Int64(row) * target.codes.shape[1] + block * (SF_VEC_SIZE // 2)
     pointer = cute.recast_ptr(target.codes.iterator + cute.assume(offset, divby=SF_VEC_SIZE // 2), dtype=Uint32)
     cute.autovec_copy(rCodes, cute.make_tensor(pointer, cute.make_layout(CODE_WORDS)))
@@ -73,7 +73,7 @@ def store_block(target: Nvfp4, row: Int32, block: Int32, rCodes: cute.Tensor, sf
 
 @cute.jit
 def round_block(mTarget: cute.Tensor, row: Int32, block: Int32, rH: cute.Tensor):
-    """rH (16) f32 to columns 16 block .. 16 block + 15 of `row`, bf16."""
+    """Store rH (16) f32 as bf16 in columns 16 block .. 16 block + 15 of `row`."""
     rRounded = cute.make_rmem_tensor(SF_VEC_SIZE, BFloat16)
     rRounded.store(rH.load().to(BFloat16))
     offset = cute.assume(Int64(row) * mTarget.shape[1] + block * SF_VEC_SIZE, divby=SF_VEC_SIZE)
@@ -84,7 +84,7 @@ def round_block(mTarget: cute.Tensor, row: Int32, block: Int32, rH: cute.Tensor)
 def requantise_kernel(
     mTopkIds: cute.Tensor, mRowOfRoute: cute.Tensor, mH: cute.Tensor, mA2_gs: cute.Tensor | None, a2: RowsOf
 ):
-    """mH (rows, intermediate) f32 to a2, NVFP4 under mA2_gs (experts) or bf16; only rows that are routes."""
+    """Convert mH (rows, intermediate) f32 to a2, NVFP4 under mA2_gs (experts) or bf16; only rows with a route."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()

@@ -1,9 +1,9 @@
 # ruff: noqa: N815
 # pyright: reportMissingImports=false
-"""From top-k ids to expert rows and column tiles, all on the device: a CTA an expert.
+"""From top-k ids to expert rows and column tiles, all on the device, one CTA per expert.
 
-A CTA counts the routes of all experts itself, in shared memory: that is cheaper than a second launch that waits for the
-counts. Then its warps, each with a stretch of the routes, place those of its expert in ascending order.
+A CTA counts the routes of all experts itself, in shared memory, which is cheaper than a second launch that waits for
+the counts. Then its warps, each with a stretch of the routes, place the routes of its expert in ascending order.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from backends.cutedsl.moe.routing import inclusive_sum
 WARPS = 32
 THREADS = 32 * WARPS
 AT_ONCE = 4
-"""Ids that a lane asks for before it uses the first: a warp's stretch of many routes takes a load's time for each 128,
-not for each 32."""
+"""Ids that a lane loads before it uses the first: a warp then waits for a load once per 128 routes, not once per 32."""
 
 
 class Columns(NamedTuple):
-    """What the routing kernel writes, all int32.
+    """Outputs of the routing kernel, all int32.
 
     mRowOfRoute (tokens * topk): the expert row of a route; not written for a route to an expert of another rank.
     mRouteOfRow (rows): its inverse; not written for padding rows.
-    mColumns (1 + column tiles, 4): entry 0 is how many column tiles there are, then (expert, first row, rows) of each.
-    mFlags: one a warp that may wait for another CTA (schedule.py), set to 0.
+    mColumns (1 + column tiles, 4): entry 0 is the number of column tiles, then (expert, first row, rows) of each.
+    mFlags: one per warp that may wait for another CTA (schedule.py), set to 0.
     """
 
     mRowOfRoute: cute.Tensor
@@ -40,7 +39,7 @@ class Columns(NamedTuple):
 
 
 def tiles_of(rows: Int32, size) -> Int32:
-    """Tiles of `size` that hold `rows`."""
+    """The number of tiles of `size` that hold `rows`."""
     return (rows + size - 1) // size
 
 
@@ -55,7 +54,7 @@ def load_ids(ids: cute.Tensor, first: Int32, end: Int32, lane: Int32, rIds: cute
 
 @cute.jit
 def own_routes(ids: cute.Tensor, sCounts: cute.Tensor, expert: Int32, begin: Int32, end: Int32, lane: Int32) -> Int32:
-    """How many of the routes `begin` to `end` are of `expert`; all of them are counted in sCounts."""
+    """The number of routes among `begin` to `end` that are of `expert`. Counts all of them in sCounts, by expert."""
     own = Int32(0)
     rIds = cute.make_rmem_tensor(AT_ONCE, Int32)
     for first in cutlass.range(begin, end, 32 * AT_ONCE, unroll=1):
@@ -70,7 +69,7 @@ def own_routes(ids: cute.Tensor, sCounts: cute.Tensor, expert: Int32, begin: Int
 
 @cute.jit
 def before(sCounts: cute.Tensor, sFirst: cute.Tensor, expert: Int32, width: Int32, thread: Int32):
-    """sFirst: rows and column tiles of the experts before `expert`."""
+    """Add up the rows and column tiles of the experts before `expert` in sFirst."""
     rows, columns = Int32(0), Int32(0)
     for earlier in cutlass.range(thread, expert, THREADS, unroll=1):
         count = sCounts[earlier]
@@ -83,7 +82,7 @@ def before(sCounts: cute.Tensor, sFirst: cute.Tensor, expert: Int32, width: Int3
 
 @cute.jit
 def place(ids: cute.Tensor, columns: Columns, expert: Int32, begin: Int32, end: Int32, row: Int32, lane: Int32):
-    """The routes of `expert` among `begin` to `end` become the rows from `row` on."""
+    """Place the routes of `expert` among `begin` to `end` in the rows from `row` on."""
     rIds = cute.make_rmem_tensor(AT_ONCE, Int32)
     for first in cutlass.range(begin, end, 32 * AT_ONCE, unroll=1):
         load_ids(ids, first, end, lane, rIds)
@@ -99,7 +98,7 @@ def place(ids: cute.Tensor, columns: Columns, expert: Int32, begin: Int32, end: 
 
 @cute.jit
 def fill_columns(mColumns: cute.Tensor, expert: Int32, first_row: Int32, first: Int32, count: Int32, width, thread):
-    """The column tiles of an expert, from tile `first` on."""
+    """Write the entries of an expert's column tiles, from tile `first` on."""
     for column in cutlass.range(thread, tiles_of(count, width), THREADS, unroll=1):
         rows = cutlass.min(count - column * width, width)
         entry = 1 + first + column
@@ -110,7 +109,7 @@ def fill_columns(mColumns: cute.Tensor, expert: Int32, first_row: Int32, first: 
 
 @cute.kernel
 def routing_kernel(mTopkIds: cute.Tensor, columns: Columns, width: Int32):
-    """`columns` from mTopkIds (tokens * topk). A CTA an expert; `width`: columns of a tile."""
+    """Write `columns` from mTopkIds (tokens * topk). One CTA per expert; `width`: columns of a tile."""
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     expert, _, _ = cute.arch.block_idx()

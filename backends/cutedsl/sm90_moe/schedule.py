@@ -2,14 +2,15 @@
 # pyright: reportMissingImports=false
 """Which pieces of which tiles a CTA computes, and how two CTAs share a tile.
 
-A tile is a column tile by 256 weight rows. Tiles of one column tile are neighbours, so that CTAs which run at the
-same time read the same tokens. CTAs take whole tiles in turn while two rounds or more are left. What is left then, less
-than two tiles a CTA, is cut into stretches of K that are equally long, so no CTA is idle in a last round. Two rounds
-of 1344 tiles for 132 CTAs would cost a twelfth.
+A tile is a column tile by 256 weight rows. Tiles of one column tile are neighbours, so that CTAs that run at the same
+time read the same tokens. CTAs take whole tiles in turn while at least two rounds are left. The rest, less than two
+tiles per CTA, is cut into equally long stretches of K, so that no CTA is idle in a last round. With 1344 tiles for 132
+CTAs, whole tiles alone would cost a twelfth.
 
-A stretch begins in a tile that another CTA has begun. Its sums so far go to that CTA by way of memory, as f32: the
-order of the sum does not depend on who is first. A CTA reads sums that one of a lower number has written at the start
-of its own stretch, so it waits only if that one is late, and never for a CTA that cannot start.
+A stretch may begin in a tile that another CTA has begun. Its sums of that tile then go to that CTA through global
+memory, as f32. The order of the sum does not depend on which CTA is first. A CTA reads sums that the CTA with the next
+lower number has written at the start of its own stretch. So it waits only if that CTA is late, and never for a CTA that
+cannot start.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from backends.cutedsl.sm90_moe.plan import PANELS, Sm90MoePlan
 
 
 class ColumnGemm(NamedTuple):
-    """One product for all experts: repacked weights and expanded tokens, u8, the table of column tiles.
+    """One product for all experts: repacked weights and expanded tokens, u8, and the table of column tiles.
 
-    `panels`: of 128 rows of W an expert; `turns`: of 128 along K; `pitch`: bytes of a column tile of tokens.
-    mPartials (flat) f32 and mFlags s32, one a warp and CTA: sums that CTAs hand over.
+    `panels`: panels of 128 rows of W per expert; `turns`: steps of 128 along K; `pitch`: bytes of a column tile of
+    tokens. mPartials (flat) f32: sums that CTAs hand over. mFlags s32: one per warp and CTA, set when they are written.
     """
 
     mPacked: cute.Tensor
@@ -41,8 +42,8 @@ class ColumnGemm(NamedTuple):
 
 
 class ColumnWalk(NamedTuple):
-    """The pieces of a CTA: `whole` tiles, then those of its stretch, `begin` to `end` in turns of K from tile
-    `first_tile` on. `pieces`: both together."""
+    """The pieces of a CTA: `whole` tiles, then the pieces of its stretch, `begin` to `end` in turns of K from tile
+    `first_tile` on. `pieces`: the number of both."""
 
     whole: Int32
     first_tile: Int32
@@ -53,7 +54,7 @@ class ColumnWalk(NamedTuple):
 
 
 class ColumnPiece(NamedTuple):
-    """Turns `first` to `stop - 1` along K of a tile: `rows` of `expert`, from `first_row` on."""
+    """Turns `first` to `stop - 1` along K of a tile: `rows` rows of `expert`, from `first_row` on."""
 
     column: Int32
     tile_m: Int32
@@ -65,15 +66,15 @@ class ColumnPiece(NamedTuple):
 
 
 def uniform(value: Int32) -> Int32:
-    """`value`, the same in all lanes of a warp, where ptxas knows that it is: a descriptor that follows from it is made
-    in uniform registers, beside the threads' instructions. It does not see through loads and shuffles."""
+    """`value`, equal in all lanes of a warp, such that ptxas knows it: a descriptor that depends on it is then computed
+    in uniform registers, beside the threads' instructions. ptxas does not see through loads and shuffles."""
     return cute.arch.inline_ptx(
         "redux.sync.or.b32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[value]
     )
 
 
 class Entry(NamedTuple):
-    """What the table says of a column tile: `rows` of `expert`, from `first_row` on."""
+    """An entry of the table of column tiles: `rows` rows of `expert`, from `first_row` on."""
 
     expert: Int32
     first_row: Int32
@@ -81,10 +82,10 @@ class Entry(NamedTuple):
 
 
 def count_and_entry(mColumns: cute.Tensor, column: Int32) -> tuple[Int32, Entry]:
-    """How many column tiles there are, and the entry of tile `column`, which means nothing if there are fewer.
+    """The number of column tiles, and the entry of tile `column`, which means nothing if there are fewer.
 
-    Both are asked for at once. The compiler would ask for the entry where it knows that there is one, a load's time
-    later.
+    All loads are issued at once. The compiler would load the entry only once it knows that there is one, which is a
+    load's latency later.
     """
     count, expert, first_row, rows = cute.arch.inline_ptx(
         "ld.global.b32 {$w0}, [{$r0}]; ld.global.v2.b32 {{$w1}, {$w2}}, [{$r1}]; ld.global.b32 {$w3}, [{$r1}+8];",
@@ -117,7 +118,7 @@ def walk(gemm: ColumnGemm) -> tuple[ColumnWalk, Entry]:
 
 @cute.jit
 def tile_at(gemm: ColumnGemm, items: ColumnWalk, number: Int32) -> tuple[Int32, Int32, Int32]:
-    """The tile of piece `number`, and its first turn and the one behind its last."""
+    """The tile of piece `number`, its first turn, and one past its last turn."""
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     tile, first, stop = number * blocks + block, Int32(0), gemm.turns
@@ -131,7 +132,7 @@ def tile_at(gemm: ColumnGemm, items: ColumnWalk, number: Int32) -> tuple[Int32, 
 
 @cute.jit
 def entry_at(gemm: ColumnGemm, items: ColumnWalk, number: Int32) -> Entry:
-    """The entry of piece `number`; past the last it means nothing."""
+    """The entry of piece `number`; zeros past the last piece."""
     expert, first_row, rows = Int32(0), Int32(0), Int32(0)
     if number < items.pieces:
         column = 1 + tile_at(gemm, items, number)[0] // items.tiles_m
@@ -140,7 +141,7 @@ def entry_at(gemm: ColumnGemm, items: ColumnWalk, number: Int32) -> Entry:
 
 
 def piece_at(gemm: ColumnGemm, items: ColumnWalk, number: Int32, entry: Entry) -> ColumnPiece:
-    """ColumnPiece `number`, whose entry has been read before."""
+    """Piece `number`, whose `entry` has been read before."""
     tile, first, stop = tile_at(gemm, items, number)
     return ColumnPiece(tile // items.tiles_m, tile % items.tiles_m, *entry, first, stop)
 
@@ -154,7 +155,7 @@ def partial(plan: Sm90MoePlan, gemm: ColumnGemm, block: Int32, thread: Int32, re
 
 @cute.jit
 def hand_over(plan: Sm90MoePlan, gemm: ColumnGemm, rAcc: cute.Tensor, thread: Int32):
-    """This thread's sums to the CTA that has begun the tile."""
+    """Hand this thread's sums to the CTA that has begun the tile."""
     block, _, _ = cute.arch.block_idx()
     gSums = partial(plan, gemm, block, thread, cute.size(rAcc))
     for register in cutlass.range_constexpr(cute.size(rAcc)):
@@ -167,7 +168,7 @@ def hand_over(plan: Sm90MoePlan, gemm: ColumnGemm, rAcc: cute.Tensor, thread: In
 
 @cute.jit
 def take_over(plan: Sm90MoePlan, gemm: ColumnGemm, rAcc: cute.Tensor, thread: Int32):
-    """Adds the sums of the CTA that computes the rest of the tile."""
+    """Add the sums of the CTA that computes the rest of the tile."""
     block, _, _ = cute.arch.block_idx()
     flag = gemm.mFlags.iterator + (block - 1) * (plan.consumers // 32) + thread // 32
     ready = Int32(0)
