@@ -104,8 +104,7 @@ def compare(session: nox.Session) -> None:
 
 @nox.session
 def gate(session: nox.Session) -> None:
-    """What CI asks, without a GPU: is anything missing, failed or worse? `-- --junit FILE`, `-- RECORDS`, `--
-    --help`."""
+    """What CI asks, with no GPU: is anything missing, failed or worse? `-- --junit FILE`, `-- RECORDS`, `-- --help`."""
     _end_as(session, "megamoe", "gate", *session.posargs)
 
 

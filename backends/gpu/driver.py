@@ -50,8 +50,7 @@ def failure(name: str, code: Any, doing: str) -> DeviceError:
 
 
 def lost_to() -> str | None:
-    """The fault that killed the context, or None while the context works. A dead context answers every wait with its
-    fault."""
+    """The fault that killed the context, or None if it is alive. A dead context answers every wait with its fault."""
     code = driver().cuCtxSynchronize()[0]
     return None if int(code) == SUCCESS or int(code) in CAPTURE_ERRORS else described(code)
 
@@ -146,8 +145,7 @@ def _nvml() -> Any:
 
 @cache
 def _handle() -> Any:
-    """The NVML handle of torch's current device. Found by PCI address, because NVML numbers devices in its own
-    order."""
+    """The NVML handle of torch's current device, found by PCI address: NVML numbers devices in its own order."""
     import torch
 
     nvml, properties = _nvml(), torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -20,8 +20,7 @@ WARM_UP: Final = 3
 
 
 def measured_facts() -> DeviceFacts:
-    """Facts about torch's current device. Needs a second, 4 GiB and an otherwise idle device. Raises DeviceError on a
-    fault."""
+    """Facts about torch's current device. Needs a second, 4 GiB and an idle device. Raises DeviceError on a fault."""
     import torch
 
     index = torch.cuda.current_device()

@@ -108,8 +108,7 @@ class HostValues:
 
 
 def ffi_values(args: Sequence[HostArg], addresses: Mapping[str, int], device: int, stream: int) -> HostValues:
-    """One TVMFFIAny per argument; tensors become DLTensors on `device`. Raises DeviceError for a tensor that was not
-    given."""
+    """One TVMFFIAny per argument; tensors become DLTensors on `device`. Raises DeviceError for a missing tensor."""
     kept: list[object] = []
     values = [_ffi(arg, addresses, device, stream, kept) for arg in args]
     return HostValues((FfiAny * max(len(values), 1))(*values), kept)
@@ -235,8 +234,7 @@ class HostCall:
             call("cuStreamSynchronize", stream, doing="waiting for the preparation of the weights")
 
     def enqueue(self) -> None:
-        """Calls the function. Raises DeviceError with the function's own message if it refuses its arguments, or with a
-        CUDA error."""
+        """Calls the function. Raises DeviceError with its own message for refused arguments, or with a CUDA error."""
         self._loaded.launch(self._addresses, current_stream())
 
     def collect(self) -> None:

@@ -62,8 +62,7 @@ def scalar_bytes(arg: ScalarArg) -> bytes:
 
 
 def encoded_map(arg: TensorMapArg, address: int) -> bytes:
-    """The 128-byte tensor map of `arg` at `address`. Raises DeviceError, quoting the whole request, if the driver
-    refuses."""
+    """The 128-byte tensor map of `arg` at `address`. Raises DeviceError, quoting the request, if the driver refuses."""
     types, swizzle, promotion, fill, interleave = _codes(arg)
     rank = len(arg.dims)
     if len(arg.strides) != rank - 1 or len(arg.box) != rank:
@@ -157,8 +156,7 @@ class KernelCall:
         self._prepares = bool(program.prepare)
 
     def prepare(self) -> None:
-        """Runs the launches that the program needs only once and waits for them. Raises DeviceLostError if a kernel
-        faults."""
+        """Runs the launches needed only once and waits for them. Raises DeviceLostError if a kernel faults."""
         if self._prepares:
             stream = current_stream()
             self._loaded.prepare(self._addresses, stream)
@@ -255,8 +253,7 @@ class _Step:
 
 
 class _Map:
-    """A tensor map in host memory, aligned as the driver requires. `address` is its tensor's, None before the first
-    call."""
+    """A tensor map in host memory, aligned for the driver. `address` is its tensor's, None before the first call."""
 
     def __init__(self, arg: TensorMapArg) -> None:
         self._arg = arg
@@ -268,8 +265,7 @@ class _Map:
         self._given = (ctypes.byref(ctypes.c_char.from_address(self.at)), self._cell)
 
     def point_at(self, address: int) -> None:
-        """Points the map at the tensor at `address`. Raises DeviceError, quoting the whole request, if the driver
-        refuses."""
+        """Points the map at the tensor at `address`. Raises DeviceError, quoting the request, if the driver refuses."""
         self._cell.value = address
         if self.address is None:
             ctypes.memmove(self.at, encoded_map(self._arg, address), MAP_BYTES)

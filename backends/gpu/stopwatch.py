@@ -33,8 +33,7 @@ HOST_MARGIN: Final = 2.0
 device at the end of its queue is up to a microsecond faster per launch; one that waits for its host is slower without
 limit."""
 CHEAP_ENQUEUE: Final = 1 / 2
-"""A cold sample may spend this share of a flush's time in the host side of a call; a costlier call is replayed as a
-graph."""
+"""A cold sample may spend this share of a flush's time in a call's host side; a costlier call replays a graph."""
 LOOK_AHEAD: Final = 3
 """Flushes and calls enqueued after the last sample of a row, so that its queue does not run dry."""
 

@@ -39,8 +39,7 @@ class FmhaShape:
     scale: float
     lse: bool
     values: str
-    """The tensor that holds the values: v, or k if both are one tensor. Whichever load of a tile comes second then hits
-    the L2."""
+    """The tensor that holds the values: v, or k if both are one. The second load of a tile then hits the L2."""
 
     @property
     def rows(self) -> int:
@@ -153,8 +152,7 @@ class OutputSplit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CtaTile:
-    """The tile of a CTA. `row_origin`: its first folded row. `o_origin`: the first column of O and V that the CTA
-    owns."""
+    """The tile of a CTA. `row_origin`: its first folded row. `o_origin`: its first column of O and V."""
 
     row_origin: Register
     o_origin: Register

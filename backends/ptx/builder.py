@@ -190,8 +190,7 @@ class Builder(Emitter):
         self.emit("cp.async.bulk.wait_group.read", 0, guard=guard, note=note)
 
     def fence_proxy_async(self, note: str = "") -> None:
-        """Orders this thread's earlier accesses to shared memory, and those it waited for, before later copies and
-        MMAs."""
+        """Orders this thread's accesses to shared memory, and those it waited for, before later copies and MMAs."""
         self.emit("fence.proxy.async.shared::cta", note=note)
 
     # Tensor cores
@@ -216,8 +215,7 @@ class Builder(Emitter):
         self.emit("wgmma.wait_group.sync.aligned", 0)
 
     def tmem_alloc(self, base: Address, columns: int) -> None:
-        """Allocates tensor memory, stores its address at `base` in shared memory, and relinquishes the allocation
-        permit."""
+        """Allocates tensor memory, stores its address at `base` in shared memory, and gives up the permit."""
         self.emit("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32", base, columns)
         self.emit("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned")
 

@@ -27,8 +27,8 @@ S32 = Annotated[Register, "s32"]
 F32 = Annotated[Register, "f32"]
 
 Value = TensorMapArg | str | float | None | tuple[KernelArg, ...]
-"""A value in a launch: a tensor map, the name of a tensor (None: a null pointer), a number, or the arguments of a
-nested dataclass."""
+"""A value in a launch: a tensor map, a tensor's name (None: a null pointer), a number, or a nested dataclass's
+arguments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,8 @@ class Smem:
 
     @classmethod
     def declare(cls, x: Builder, name: str, layout: SmemLayout) -> Smem:
-        """Declares the entry's dynamic shared memory. Instructions that address a place get its name as a comment from
-        here on."""
+        """Declares the entry's dynamic shared memory. From here on, instructions that address a place get its name as a
+        comment."""
         base = x.dynamic_smem(name, BASE_ALIGN)
         for place, (offset, _) in layout.places.items():
             x.name_place(at(base, offset), place)

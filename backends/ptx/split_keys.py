@@ -296,8 +296,7 @@ def _shift(parts: _Parts) -> Register:
 
 
 def _sums(parts: _Parts, first: Register, values: Vector, shift: Register) -> _Sums:
-    """Sums in the order of the keys. Each lane of warp 0 weighs one of WARP parts. `values` holds the first WARP
-    parts."""
+    """Sums in the order of the keys. Lanes of warp 0 weigh one of WARP parts each. `values`: the first WARP parts."""
     x = parts.x
     x.section("the sums")
     total, value = x.let("total", "mov.f32", 0.0), x.let("value", "mov.f32", 0.0)

@@ -62,8 +62,7 @@ def meet(smem: Smem) -> Register:
 
 
 def tear_down(x: Builder, threads: Threads, roles: WarpRoles, tmem: Register, note: str = "") -> None:
-    """All threads synchronise, the MMA warp frees tensor memory, and the kernel returns. `note` annotates the
-    barrier."""
+    """All threads meet, the MMA warp frees tensor memory, and the kernel returns. `note` annotates the barrier."""
     x.section("the end")
     x.before_thread_sync()
     x.sync_cta(note)

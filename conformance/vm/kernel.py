@@ -38,8 +38,7 @@ mov.u32 %tx, %tid.x; shr.u32 %warp, %tx, 5; and.b32 %lane, %tx, 31; mov.u32 %cta
 
 @dataclass(frozen=True)
 class Map:
-    """A tensor map over a buffer. Dimensions and box come innermost first; strides are in bytes, from dimension 1
-    on."""
+    """A tensor map over a buffer: dimensions and box innermost first, strides in bytes from dimension 1 on."""
 
     buffer: str
     dtype: str

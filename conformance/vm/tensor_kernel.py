@@ -89,8 +89,7 @@ tcgen05.wait::ld.sync.aligned;"""
 
 
 def tmem_kernel(action: str, buffers: dict[str, Array], declare: str = "", *, dump: bool = True) -> Kernel:
-    """When `action` begins, `%r44` is the address of each warp's first lane. Afterwards buffer `cells` gets all
-    cells."""
+    """`%r44` is the address of each warp's first lane when `action` begins; `cells` gets all cells afterwards."""
     body = "\n".join(
         [
             declare,

@@ -1,5 +1,4 @@
-"""Runs that collect findings: which grade each has, what is no finding, and that the run goes on as if the order
-held."""
+"""Runs that collect findings: their grades, what is no finding, and that the run continues as if in order."""
 
 from __future__ import annotations
 
@@ -180,8 +179,7 @@ def handed_over(
     arrival: str, *, count: int = 1, store: str = ST, until: str = "", take: str = "ld.shared.u32 %r1, [%r17];",
     behind: str = "",
 ) -> Kernel:  # fmt: skip
-    """Lanes of warp 0 store and arrive at an mbarrier. Warp 1 waits for it, or runs `until`, and reads the stored
-    values."""
+    """Lanes of warp 0 store and arrive at an mbarrier. Warp 1 waits for it, or runs `until`, and reads the values."""
     body = f""".shared .align 16 .b8 cells[128]; .shared .align 8 .b64 mbar; mov.u32 %r41, cells;
 {init("mbar", count=count)}
 mad.lo.u32 %r17, %lane, 4, %r41; and.b32 %r18, %lane, 7; mad.lo.u32 %r18, %r18, 16, %r41;
@@ -318,8 +316,7 @@ def test_a_lane_that_copies_alone_waits_for_the_other_lanes() -> None:
 
 
 def test_an_arrival_of_one_lane_releases_what_the_others_stored_before_they_met() -> None:
-    """compute-sanitizer's racecheck reports the fixed kernel as if it were the broken one
-    (docs/compute-sanitizer.md)."""
+    """compute-sanitizer's racecheck takes the fixed kernel for the broken one (docs/compute-sanitizer.md)."""
     for schedule in SCHEDULES:
         found, data = collected(handed_over(ONE_ARRIVES), schedule)
         assert slugs(found) == ["lanes-unordered"], f"{schedule}: planted, found {list(map(str, found))}"
@@ -359,8 +356,7 @@ def test_what_releases_all_that_is_read_is_no_finding() -> None:
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_flags_in_global_memory_order_lanes_behind_their_warp_barriers_alone(apart: bool) -> None:
-    """On both sides of a flag: the storing lanes meet the one that releases, and the one that acquires meets the lanes
-    that read."""
+    """On both sides of a flag, the lanes that store or read meet the lane that releases or acquires."""
     released, acquired = f"{LANES_MEET} {ONE_RELEASES}", f"{ONE_ACQUIRES} {LANES_MEET}"
     fenced, relaxed = "fence.acq_rel.gpu;", "st.relaxed.gpu.global.u32 [%flag], 1;"
     by_fence = f"setp.ne.u32 %p3, %lane, 0; @%p3 bra END; {fenced} {relaxed}"

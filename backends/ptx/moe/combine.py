@@ -60,8 +60,7 @@ def combine_kernel(version: tuple[int, int], target: Target = "sm_100a") -> Buil
 
 
 def _sum(x: Builder, params: LayerCombineParams, token: Register, columns_at: Register, total: Vector) -> None:
-    """Adds this thread's columns of the token's expert rows to `total`. `columns_at` is their address in expert row
-    0."""
+    """Adds this thread's columns of the token's expert rows to `total`. `columns_at`: their address in row 0."""
     route = x.let("route", "mul.lo.u32", token, params.topk)
     end = x.let("last_route", "add.u32", route, params.topk)
     weighted = x.let("weighted", "setp.ne.u64", params.topk_weights, 0)

@@ -1,5 +1,4 @@
-"""From the shape of a case to a Program, for any target: the stages of a layer in order, and the workspaces between
-them.
+"""From the shape of a case to a Program, for any target: the stages of a layer in order, with their workspaces.
 
 A target provides the steps for routing and for each stage. Requantisation and combine launch the same way everywhere.
 """

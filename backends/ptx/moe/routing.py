@@ -28,8 +28,7 @@ COLUMN_WARPS = 32
 COLUMN_THREADS = COLUMN_WARPS * 32
 """Threads per CTA if there are column tiles."""
 COLUMN_WORDS = 4
-"""A column tile in its table: the expert, the first row, the number of rows, and the narrowest width that holds
-them."""
+"""A column tile in its table: the expert, the first row, the number of rows, and the narrowest width for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,7 @@ def emit_correction(frame: Sm100FmhaFrame) -> None:
 
 
 def _wait_for_sum(frame: Sm100FmhaFrame, tile: Register, name: str) -> None:
-    """Waits until P V of the tile before `tile` has been added to O. Before tile 0 it passes: the parity is that of lap
-    -1."""
+    """Waits until P V of the tile before `tile` is in O. Passes before tile 0: the parity is that of lap -1."""
     x = frame.x
     previous = x.let(f"{name}_previous", "sub.u32", tile, 1)
     index, parity = buffer_of(x, previous, name)

@@ -121,8 +121,7 @@ class FmhaMmaIssuer:
         self.a_step, self.b_step = x.reg("a_descriptor", "b64"), x.reg("b_descriptor", "b64")
 
     def _descriptor(self, name: str, data: Register, leading_bytes: int = 0) -> Register:
-        """The descriptor of 64-column panels in 128-byte swizzle, with `leading_bytes` between the panels of an
-        MN-major operand."""
+        """The descriptor of 64-column panels in 128-byte swizzle; `leading_bytes` lie between MN-major panels."""
         constant = smem_descriptor(stride_bytes=SWIZZLE_ATOM_BYTES, leading_bytes=leading_bytes)
         return self.frame.x.matrix_descriptor(name, data, constant)
 

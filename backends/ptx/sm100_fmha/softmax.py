@@ -41,8 +41,7 @@ class SoftmaxRow:
 
 
 def emit_softmax(frame: Sm100FmhaFrame) -> None:
-    """All tiles, then the row sums for the epilogue and the log-sum-exp. If keys are split, the statistics of the
-    part."""
+    """All tiles, then the row sums for the epilogue and the log-sum-exp, or the part's statistics."""
     x = frame.x
     x.section("warps 0-3: softmax")
     is_softmax = x.let("is_softmax", "setp.lt.u32", frame.warp, SOFTMAX_WARPS.stop)

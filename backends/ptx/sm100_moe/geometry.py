@@ -37,8 +37,7 @@ THREADS = 192
 EPILOGUE_THREADS = 128
 
 ACCUMULATOR_STRIDE = 128
-"""Columns between the accumulators. Both are TILE_N wide: the upper half of the first is the lower half of the
-second."""
+"""Columns between the accumulators. Each has TILE_N: the upper half of the first is the second's lower half."""
 SF_COLUMN = ACCUMULATOR_STRIDE + TILE_N
 SFA_COLUMNS = TILE_M // 32
 SFB_COLUMNS = TILE_N // 32

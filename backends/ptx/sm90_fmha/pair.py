@@ -276,8 +276,8 @@ class _Exchange:
         return cls(consumer, at(mine, offset), at(other, offset), p, tuple(stores))
 
     def probabilities(self, key: Register) -> Register:
-        """Writes P of the tile to shared memory and returns its descriptor. O is rescaled. `key`: the first of this
-        consumer's keys."""
+        """Writes P of the tile to shared memory and returns its descriptor. Rescales O. `key`: this consumer's first
+        key."""
         frame, sums, scores = self.consumer.frame, self.consumer.sums, self.consumer.scores
         x = frame.x
         mask(frame, sums.rows, scores, key)

@@ -28,14 +28,12 @@ MAX_PARTS = 128
 ITEM_KEYS = 64
 """The cost of starting and ending a part, in keys that an SM could read in that time while all SMs read."""
 COMBINE_COST = 192 * 64
-"""The cost of the combine kernel in the same unit, times hd: a key of hd 64 is read in an eighth of the time of hd
-512."""
+"""The cost of the combine kernel in the same unit, times hd: a key of hd 64 costs an eighth of one of hd 512."""
 COMBINED_COST = 96
 """The cost of each part that it adds, in the same unit: 128 parts take 0.9 us more than 64 when one sequence of 32768
 keys of hd 512 is split (results/records/h200-fmha-parts.json, as for all times here)."""
 PACE = {64: 1.2, 128: 1.0, 256: 1.0}
-"""The least time per key of a CTA of kernel.py, in the same unit, when other SMs leave it more than its share of the
-memory bandwidth."""
+"""The least time per key of a CTA of kernel.py, in the same unit, if other SMs leave it more memory bandwidth."""
 PAIR_PACE = 0.55
 """The same for pair.py. That sequence of hd 512 takes 30.3 us in 74 parts, 31.9 in 86, 33.4 in 52 and 36.9 in 43."""
 

@@ -80,8 +80,7 @@ def probabilities(frame: Sm90FmhaFrame, sums: Accumulators, scores: Vector, key:
 
 
 def exponentials(frame: Sm90FmhaFrame, sums: Accumulators, scores: Vector, index: int, most: Register) -> None:
-    """Replaces the scores of row `index` by their exponentials, after `most`, the tile's maximum, has raised the
-    reference."""
+    """Replaces the scores of row `index` by exponentials after `most`, the tile's maximum, raised the reference."""
     x, row = frame.x, sums.rows[index]
     rescale, shift = _raise_reference(frame, row, most)
     for register in of_row(sums.outputs, index):

@@ -116,8 +116,7 @@ class ColumnTiling:
 
     @property
     def threads(self) -> int:
-        """The threads that multiply, plus a warpgroup whose first warp loads and whose others give up their
-        registers."""
+        """The threads that multiply, plus a warpgroup whose first warp loads and whose others give up registers."""
         return self.consumers + 128
 
     @property

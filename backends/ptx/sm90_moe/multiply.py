@@ -160,8 +160,7 @@ def emit_multiply(frame: ColumnFrame, widths: Sequence[int], epilogue: ColumnEpi
 
 
 def _multiply_tile(multiplier: Multiplier, width: int, accumulator: Vector) -> None:
-    """Multiplies one tile. If a stage has two units, the codes of one are loaded, a stage ahead, while the other is
-    multiplied."""
+    """Multiplies one tile. With two units per stage, one unit's codes load a stage ahead while the other multiplies."""
     frame, x, ring = multiplier.frame, multiplier.frame.x, multiplier.ring
     per_stage = frame.tiling.units
     unit = x.let("unit", "mov.b32", 0)
@@ -199,8 +198,7 @@ def _multiply_tile(multiplier: Multiplier, width: int, accumulator: Vector) -> N
 
 
 def _load_ahead(multiplier: Multiplier, units: range) -> None:
-    """Loads codes and block scales of `units` of the stage at `ahead`, and advances `ahead` after the stage's last
-    unit."""
+    """Loads codes and block scales of `units` of the stage at `ahead`; advances `ahead` after the last unit."""
     x, ahead, tiling = multiplier.frame.x, multiplier.ahead, multiplier.frame.tiling
     for index in units:
         inside = index % tiling.units
@@ -223,8 +221,7 @@ def _multiply_unit(
     accumulates: Register,
     releases: Register,
 ) -> None:
-    """Unpacks a unit, group by group, and issues its wgmmas. `releases`: the threads that release the previous
-    stage."""
+    """Unpacks a unit, group by group, and issues its wgmmas. `releases`: the threads that free the stage before."""
     x, tiling = multiplier.frame.x, multiplier.frame.tiling
     start = x.indexed("b_start", multiplier.tokens_at, multiplier.ring.stage, tiling.b_bytes // 16)
     groups = UNIT_STEPS // tiling.group_steps

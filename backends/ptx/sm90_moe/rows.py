@@ -1,5 +1,4 @@
-"""The epilogue of the second GEMM: bf16 expert rows, transposed by stmatrix so that a token's part of a tile is
-contiguous.
+"""The epilogue of the second GEMM: bf16 expert rows; stmatrix transposes them to make a token's part contiguous.
 
 Rounding contract: accumulator times (a2_gs * w2_gs * 2^14), or w2_gs * 2^7 if activations are bf16, rounded to nearest
 even in fp32, then to bf16.

@@ -84,8 +84,7 @@ def random_codes(rng: np.random.Generator, shape: tuple[int, ...], kind: str) ->
 
 
 def in_smem(codes: Bytes, kind: str, element: str) -> Bytes:
-    """Rows as the MMA reads them: nibbles packed for the 4-bit kinds; for the others 16 elements in 16 bytes, with
-    noise."""
+    """Rows as the MMA reads them: nibbles packed for 4-bit kinds, else 16 elements in 16 bytes, with noise."""
     if kind != "mxf8f6f4":
         return (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
     bits = {"e2m1": 4, "e2m3": 6, "e3m2": 6}.get(element, 8)
@@ -139,8 +138,7 @@ class Operands:
                               numbers(self.sfb, case.sf))  # fmt: skip
 
     def run(self, issue: str, **options: Any) -> Float:
-        """D as float64 [128, n]. `issue` may use the descriptors A and B, and SCALES, which copies the scale
-        factors."""
+        """D as float64 [128, n]. `issue` may use the descriptors A and B, and SCALES to copy the scale factors."""
         image, rng = Image(), np.random.default_rng(1)
         named = {
             " A,": f" {descriptor(image.add(core_matrices(in_smem(self.a, self.case.kind, self.case.a))))},",

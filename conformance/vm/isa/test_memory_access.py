@@ -217,8 +217,7 @@ def test_st_async_into_the_other_cta() -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_vector_atomics_add_each_element(count: int) -> None:
-    """Two CTAs of 32 lanes add to 8 vectors. An atom returns the sum before its own addition: the largest lacks one
-    addend."""
+    """Two CTAs of 32 lanes add to 8 vectors. An atom returns the sum before it: the largest lacks one addend."""
     values = ", ".join(f"%f{i}" for i in range(count))
     olds = ", ".join(f"%f{i + 8}" for i in range(count))
     body = f"""and.b32 %r1, %lane, 7; mul.wide.u32 %rd1, %r1, {4 * count}; add.u64 %rd1, %rd1, %out;

@@ -109,8 +109,8 @@ def test_fp4_in_bytes_times_fp8() -> None:
 
 @pytest.mark.parametrize(("kind", "blocks"), [("mxf4", 2), ("mxf4nvf4", 4)])
 def test_blocks_of_fp4_are_scaled(kind: str, blocks: int) -> None:
-    """The scales of rows l / 4 and l / 4 + 8 are in the pair of lanes that the selector names, those of columns in one
-    lane."""
+    """The pair of lanes that the selector names has the scales of rows l / 4 and l / 4 + 8; one lane has the
+    columns'."""
     rows, columns, b_rows, b_columns = fragments(64, 4)
     a, b = GENERATOR.integers(0, 8, (16, 64)), GENERATOR.integers(0, 8, (64, 8))
     sfa, sfb = GENERATOR.integers(126, 130, (16, blocks)), GENERATOR.integers(126, 130, (8, blocks))

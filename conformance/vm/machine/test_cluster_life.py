@@ -1,5 +1,4 @@
-"""The CTAs of a cluster stay alive while another may use their memory; public 2-CTA kernels crash on silicon
-otherwise."""
+"""CTAs of a cluster live while another may use their memory; public 2-CTA kernels crash on silicon otherwise."""
 
 from __future__ import annotations
 

@@ -163,8 +163,7 @@ def test_lanes_that_wait_for_what_no_lane_does() -> None:
 
 
 def test_a_long_computation_of_some_lanes_is_no_spin() -> None:
-    """While one lane keeps issuing, the others wait at the reconvergence point: the next instruction needs all of
-    them."""
+    """While one lane keeps issuing, the others wait to reconverge: the next instruction needs all of them."""
     body = """setp.ne.u32 %p1, %lane, 0; @%p1 bra MEET; mov.u32 %r1, 0;
     LOOP: st.global.b32 [%out], %r1; add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 6000; @%p2 bra LOOP;
     MEET: bar.sync 0; ret;"""

@@ -355,8 +355,7 @@ def test_a_register_pool_that_cannot_give(directives: str) -> None:
     ],
 )
 def test_more_registers_than_the_launch_has(asked: str, directives: str, clause: str) -> None:
-    """With two warpgroups of 64 registers per thread no schedule lets one have more than 128, and .dec never adds
-    any."""
+    """Two warpgroups of 64 registers per thread: no schedule lets one have more than 128, and .dec adds none."""
     kernel = Kernel(f"setmaxnreg.{asked}; //!\nret;", block=(256, 1, 1), directives=directives)
     assert_blamed(kernel, "register-pool", clause)
 

@@ -35,8 +35,7 @@ def _granules(draw: np.random.Generator) -> shared.Granules:
 
 
 def _deed(draw: np.random.Generator, memory: SharedMemory, clocks: list[Clock]) -> Callable[[], object]:
-    """One random access to `memory`, mostly by an agent that has seen all earlier accesses, or those of one other
-    agent."""
+    """One random access to `memory`, mostly by an agent that has seen all or one other agent's earlier ones."""
     agents, agent = memory.agents, int(draw.integers(len(clocks)))
     clock, line = clocks[agent], int(draw.integers(1, _LINES))
     own = agent if draw.random() < 0.7 else agents.first_copy + agent

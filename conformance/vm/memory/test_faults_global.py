@@ -1,5 +1,4 @@
-"""Races in global memory, between clusters, between warps of one CTA, and with copies; each is blamed by line and
-agent."""
+"""Races in global memory, between clusters, between warps of one CTA, and with copies, with line and agent."""
 
 from __future__ import annotations
 
@@ -281,8 +280,7 @@ def test_an_element_that_nobody_uses() -> None:
 
 
 def test_a_tile_of_which_a_part_holds_nothing() -> None:
-    """A bulk copy takes whatever is there: grouped GEMMs load the rows past an expert's last token along with the
-    others."""
+    """A bulk copy takes whatever is there: grouped GEMMs also load the rows past an expert's last token."""
     store = "cp.async.bulk.global.shared::cta.bulk_group [%mid], [%r41], 240;"
     again = f"{store}\ncp.async.bulk.commit_group; cp.async.bulk.wait_group 0;\n{EXPECT}\n{LOAD}"
     changes = {

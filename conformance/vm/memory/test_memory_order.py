@@ -57,8 +57,7 @@ def test_what_an_arrival_and_a_wait_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNORDERED)
 def test_a_side_that_is_relaxed_orders_nothing(name: str) -> None:
-    """PTX ISA 9.7.13.15.16: only .acquire makes visible what came before the arrivals, and only .release publishes
-    it."""
+    """PTX ISA 9.7.13.15.16: only .release publishes what came before the arrivals, only .acquire makes it visible."""
     assert_blamed(passed_on(*UNORDERED[name]), "race", "after warp 0 wrote it")
 
 
@@ -122,7 +121,7 @@ def test_a_flag_orders_within_its_scope() -> None:
 
 
 def handed_through(words: str) -> Kernel:
-    """Warp 0 completes phase 0, warp 1 waits for it and completes phase 1, warp 2 waits for phase 1 and reads warp 0's
+    """Warp 0 completes phase 0; warp 1 waits for it and completes phase 1; warp 2 waits for that and reads 0's
     store."""
     body = f"""{DECLARED} .shared .align 8 .b64 other; {init("mbar", "other")}
 setp.ne.u32 %p2, %lane, 0; setp.eq.u32 %p3, %warp, 1; setp.eq.u32 %p4, %warp, 2;
@@ -155,8 +154,7 @@ READ_WORD = "ld.shared.b32 %r5, [word];"
 
 
 def beside_the_copy(before: str, behind: str, read: str = READ_WORD) -> Kernel:
-    """Thread 0 stores a word before or after the issue of a TMA load; all threads wait for the load and read the
-    word."""
+    """Thread 0 stores a word before or after issuing a TMA load; all threads wait for the load and read the word."""
     changes = {
         "load": f"{before}\n{EXPECT}\n{LOAD}\n{behind}",
         "compute": f"{read}\nld.shared.u32 %r1, [%r42];\nadd.u32 %r1, %r1, %r5;\nst.shared.u32 [%r42], %r1;",
@@ -177,8 +175,7 @@ def test_a_completion_orders_nothing_behind_the_issue() -> None:
 
 @pytest.mark.parametrize("fence", ["", FENCE])
 def test_a_copy_over_what_threads_have_read_is_counted(fence: str) -> None:
-    """Generic reads, a barrier, and a TMA load into the same bytes: the ISA requires a proxy fence, CUTLASS has
-    none."""
+    """Generic reads, a barrier, a TMA load into the same bytes: the ISA requires a proxy fence, CUTLASS has none."""
     refill = f"""ld.shared.u32 %r1, [%r42];
 {fence}
 bar.sync 1;

@@ -57,8 +57,7 @@ def test_another_adder_would_be_seen(adder: Adder, monkeypatch: pytest.MonkeyPat
 
 
 TINY = np.array([[23, 1] + 14 * [0]], np.float32), np.array([[89, 1] + 14 * [0]], np.float32)
-"""Products 2047 and 1. Scaled by 2^-160 they are 2^-149 - 2^-160 and 2^-160; next to 2^-158, the last place kept, both
-are 0."""
+"""Products 2047 and 1. At 2^-160 they are 2^-149 - 2^-160 and 2^-160: next to 2^-158, the last place kept, 0."""
 
 
 def _tiny(scale: int) -> float:
@@ -150,8 +149,7 @@ def test_what_a_sparse_operand_does_not_store_is_multiplied_with_nothing(policy:
 
 @pytest.mark.parametrize("with_c", [False, True])
 def test_in_the_ring_words_of_infinities_and_nan_are_words_like_others(with_c: bool) -> None:
-    """A sparse A equals one with zeros in place: 0 times any word is 0, and a stored element times it is integer
-    arithmetic."""
+    """A sparse A equals one with zeros in place: 0 times any word is 0, a stored element's product is an integer's."""
     rng = np.random.default_rng(5)
     a, b, c = (rng.integers(0, 1 << 16, shape, np.uint16) for shape in ((4, 16), (8, 16), (4, 8)))
     b[:3, :4] = [0x7F80, 0xFF80, 0x7FC1, 0xFF81]

@@ -83,8 +83,7 @@ def hard_operands(count: int, seed: int) -> tuple[Float32, Float32, Float32]:
 
 
 def midpoint_operands() -> tuple[Float32, Float32, Float32]:
-    """a * b is half a unit of c, or that plus a remainder that float64 cannot hold next to c; normal and subnormal
-    sums."""
+    """a * b is half a unit of c, or that plus a rest that float64 cannot hold next to c; normal and subnormal sums."""
     halves = ((1.0, 1.0), (1 + 2.0**-23, 1 - 2.0**-23), (1 + 2.0**-12, 1 - 2.0**-12 + 2.0**-24))
     places = ((2.0**-12, 2.0**-12, 1.0, 2.0**-23), (2.0**-75, 2.0**-75, 2.0**-127, 2.0**-149))
     rows = [

@@ -1,5 +1,4 @@
-"""Tensor maps: bits against the driver's encoder and tensormap.replace on an H200; refusals against the driver's
-rules."""
+"""Tensor maps: bits against the driver's encoder and an H200's tensormap.replace, refusals against the driver's."""
 
 from __future__ import annotations
 
