@@ -110,8 +110,7 @@ def gate(session: nox.Session) -> None:
 
 @nox.session
 def witness(session: nox.Session) -> None:
-    """Kernels of wheels in the VM, and with `-- --sources DIR` kernels of checkouts. Renews results/witness.*,
-    public.*.
+    """Kernels of wheels in the VM, and of checkouts with `-- --sources DIR`. Renews results/witness.*, public.*.
 
     `-- --only TEXT`, `-- --help`.
     """
