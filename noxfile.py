@@ -1,6 +1,6 @@
 """Every job of the project, each with all the set-up it needs: `nox -l` lists them.
 
-All jobs share one environment, .nox/house: torch is large, and every job runs the same code.
+All jobs share one environment, .nox/house, because torch is large and every job runs the same code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _run(
 
 
 def _end_as(session: nox.Session, program: str, *arguments: str) -> None:
-    """As _run, but nox ends with the program's own status where it is not 0: by itself it would make 1 of any."""
+    """Like _run, but nox exits with the program's own non-zero status; by itself it would turn any of them into 1."""
     _prepare(session, EXTRAS)
     status = subprocess.run([str(BIN / program), *arguments], check=False).returncode
     if status:
@@ -42,7 +42,7 @@ def _prepare(session: nox.Session, extras: str) -> None:
     python = str(BIN / "python")
     if not Path(python).exists():
         session.run(sys.executable, "-m", "virtualenv", "-q", str(HOUSE), external=True)
-    # pip asks the index each time; what is installed already is known by what asked for it.
+    # pip asks the index every time. Skip it if the same request was installed before.
     asked = "\n".join([extras, Path("pyproject.toml").read_text(), Path("constraints.txt").read_text()])
     stamp = HOUSE / "installed"
     if not stamp.exists() or stamp.read_text() != asked:
@@ -61,14 +61,14 @@ def conformance(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests: the VM's families, the harness itself, the property tests. Arguments go to pytest."""
     workers = os.environ.get("MEGAMOE_WORKERS", "auto")
-    # Where a machine forbids bytecode, every worker and every command under test would compile all of ours again.
+    # Where a machine forbids bytecode, every worker and every command under test would compile all our modules again.
     keep_bytecode: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None}
     _run(session, "pytest", "-q", "-n", workers, "--dist", "worksteal", *session.posargs, env=keep_bytecode)
 
 
 @nox.session
 def ray(session: nox.Session) -> None:
-    """Rows on a Ray cluster of this host, of which a node is killed half-way. `-- scaling` measures how that scales."""
+    """Rows on a Ray cluster of this host, with one node killed half-way. `-- scaling` measures how that scales."""
     if session.posargs == ["scaling"]:
         _run(session, "python", "-m", "conformance.bench.scaling", extras=f"{EXTRAS},ray")
     else:
@@ -98,7 +98,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def compare(session: nox.Session) -> None:
-    """What became of every row between two runs: `-- BEFORE AFTER`, record files, folders or git revisions."""
+    """How every row changed between two runs: `-- BEFORE AFTER`, record files, folders or git revisions."""
     _end_as(session, "megamoe", "compare", *session.posargs)
 
 
@@ -110,7 +110,7 @@ def gate(session: nox.Session) -> None:
 
 @nox.session
 def witness(session: nox.Session) -> None:
-    """Kernels of wheels in the VM, and with `-- --sources DIR` those of checkouts; renews results/witness.*, public.*.
+    """Kernels of wheels in the VM, and of checkouts with `-- --sources DIR`. Renews results/witness.*, public.*.
 
     `-- --only TEXT`, `-- --help`.
     """
@@ -122,7 +122,7 @@ def witness(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Random PTX, whole and broken, in the VM: no foreign exception, no hang. `-- --count N`, `-- --only NUMBER`."""
+    """Random PTX, valid and broken, in the VM: no foreign exception, no hang. `-- --count N`, `-- --only NUMBER`."""
     _end_as(session, "python", "-m", "conformance.vm.test_fuzz", *session.posargs)
 
 
@@ -134,7 +134,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session
 def report(session: nox.Session) -> None:
-    """report.html, a page of the tracked records and the newest run; `-- --text`, `-- --against BASE`."""
+    """Writes report.html, a page of the tracked records and the newest run. `-- --text`, `-- --against BASE`."""
     _end_as(session, "megamoe", "report", *session.posargs)
 
 

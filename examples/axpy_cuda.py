@@ -1,4 +1,4 @@
-"""A CUDA C++ kernel on the machine: y = a*x + y, and what the machine says of a load past the end."""
+"""A CUDA C++ kernel on the VM, y = a*x + y, and the VM's report of a load past the end."""
 
 import torch
 

@@ -1,1 +1,1 @@
-"""The executor on a device: programs given to the CUDA driver, timed by the device's own clock."""
+"""The device executor: hands programs to the CUDA driver and times them with the device's own clock."""

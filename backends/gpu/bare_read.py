@@ -1,6 +1,6 @@
-"""How long a kernel takes that only reads so many bytes: what a kernel bound by memory is measured against.
+"""How long a kernel takes that only reads a given number of bytes: the floor for a memory-bound kernel.
 
-Measured cold, like the rows. 16-byte loads, eight of them in flight a thread, at the best of three grids.
+Measured cold, like the rows: 16-byte loads, eight in flight per thread, at the best of three grids.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ again:
 def bare_read_program(target: Target, size: int, ctas: int) -> Program:
     """A kernel of `ctas` CTAs that reads `size` bytes of the buffer `source`, rounded up to whole steps of all threads.
 
-    It writes to `sink` only if the words' exclusive or is 1; zeros never are.
+    It writes to `sink` only if the xor of the words is 1. The buffer holds zeros, so it never writes.
     """
     steps = max(1, -(-size // step_bytes(ctas)))
     args = (BufferArg("source"), BufferArg("sink"), ScalarArg("u32", steps))
@@ -71,13 +71,13 @@ def bare_read_program(target: Target, size: int, ctas: int) -> Program:
 
 
 def step_bytes(ctas: int) -> int:
-    """Bytes that `ctas` CTAs read in one step of their loop."""
+    """Bytes that `ctas` CTAs read in one iteration of their loop."""
     return ctas * THREADS * UNROLL * VECTOR
 
 
 @cache
 def bare_read_us(executor: TimedExecutor, target: Target, size: int, flush: Flush) -> float | None:
-    """Median microseconds of reading `size` bytes cold at the best grid; None above MAX_BYTES."""
+    """Median microseconds to read `size` bytes cold at the best grid; None above MAX_BYTES."""
     import torch
 
     if size > MAX_BYTES:

@@ -1,7 +1,7 @@
-"""What is asked of the drivers: calls of CUDA (cuda.bindings.driver), and clocks, power and throttling through NVML.
+"""Calls of the CUDA driver (cuda.bindings.driver), and clocks, power and throttling read through NVML.
 
-Every return code is checked and becomes a sentence. NVML (nvidia-ml-py) is only read: nothing of the device is ever
-set.
+Every return code is checked and reported as a sentence. NVML (nvidia-ml-py) is read only: no device setting is ever
+changed.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any, Final
 from megamoe.contract import DeviceError, DeviceLostError
 
 SUCCESS = 0
-# CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to _WRONG_THREAD: no faults; waiting is refused while a graph is captured.
+# CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to _WRONG_THREAD. Not faults: the driver refuses to wait during a graph capture.
 CAPTURE_ERRORS = range(900, 909)
 
 
 def driver() -> Any:
-    """The module cuda.bindings.driver, imported when the first call needs it."""
+    """The module cuda.bindings.driver, imported at the first call that needs it."""
     return import_module("cuda.bindings.driver")
 
 
 @cache
 def driver_library() -> ctypes.CDLL:
-    """The driver's own library: for kernels.encoded_map, which the bindings cannot do, and the calls of a launch."""
+    """The driver library itself, for kernels.encoded_map, which the bindings cannot do, and for launches."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def call(name: str, *arguments: object, doing: str) -> Any:
-    """The results of driver function `name`: None, one value, or a tuple.
+    """Calls driver function `name` and returns its results: None, one value, or a tuple.
 
-    DeviceError with the code, its meaning and `doing`; DeviceLostError if the device answers no more calls.
+    Raises DeviceError with the code, its meaning and `doing`; DeviceLostError if the device no longer answers.
     """
     code, *results = getattr(driver(), name)(*arguments)
     if int(code) != SUCCESS:
@@ -50,14 +50,14 @@ def failure(name: str, code: Any, doing: str) -> DeviceError:
 
 
 def lost_to() -> str | None:
-    """The fault that killed the context, None while it lives. A dead context answers every wait with its fault."""
+    """The fault that killed the context, or None if it is alive. A dead context answers every wait with its fault."""
     code = driver().cuCtxSynchronize()[0]
     return None if int(code) == SUCCESS or int(code) in CAPTURE_ERRORS else described(code)
 
 
 @contextmanager
 def faults_of_others(doing: str) -> Iterator[None]:
-    """Turns a device fault that other people's code meets (torch, a peer's kernel) into a DeviceLostError."""
+    """Turns a device fault raised in foreign code (torch, a peer's kernel) into a DeviceLostError."""
     try:
         yield
     except DeviceError:
@@ -70,7 +70,7 @@ def faults_of_others(doing: str) -> Iterator[None]:
 
 
 def described(code: Any) -> str:
-    """CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)."""
+    """Name and meaning of a code: CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)."""
     name, meaning = (_text(function, code) for function in ("cuGetErrorName", "cuGetErrorString"))
     return f"{name or f'the unknown code {int(code)}'} ({meaning or 'without a description'})"
 
@@ -80,8 +80,8 @@ def _text(function: str, code: Any) -> str:
     return text.decode(errors="replace") if int(asked) == SUCCESS and text else ""
 
 
-# Bits of nvmlDeviceGetCurrentClocksEventReasons: the device runs slower than it could. Left out: an idle device, clocks
-# that somebody set, and the power cap, the board's ordinary state under a heavy kernel.
+# Bits of nvmlDeviceGetCurrentClocksEventReasons that mean the device runs slower than it could. Left out: an idle
+# device, clocks set by a user, and the power cap, which is the board's ordinary state under a heavy kernel.
 REASONS: Final = {
     0x08: "hardware slowdown",
     0x10: "sync boost",
@@ -97,7 +97,7 @@ _lost_before: dict[str, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """None where the driver does not tell."""
+    """Clocks and power limit now. A field is None where the driver does not report it."""
 
     sm_mhz: int | None
     memory_mhz: int | None
@@ -105,7 +105,7 @@ class Clocks:
 
 
 def clocks() -> Clocks:
-    """The clocks now."""
+    """Reads the clocks now."""
     nvml, device = _nvml(), _handle()
     limit = _asked(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(device))
     return Clocks(
@@ -121,7 +121,7 @@ def driver_version() -> str:
 
 
 def throttle_reasons() -> str | None:
-    """Why the clocks are lowered now, or how much time was lost to heat since the last call; None if neither."""
+    """Why the clocks are lowered now, and how much time was lost to heat since the last call; None if neither."""
     nvml, device = _nvml(), _handle()
     mask = _asked(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device))
     reasons = [name for bit, name in REASONS.items() if (mask or 0) & bit]
@@ -145,7 +145,7 @@ def _nvml() -> Any:
 
 @cache
 def _handle() -> Any:
-    """The NVML handle of torch's current device, found by its PCI address: NVML counts devices in its own order."""
+    """The NVML handle of torch's current device, found by PCI address: NVML numbers devices in its own order."""
     import torch
 
     nvml, properties = _nvml(), torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -157,7 +157,7 @@ def _handle() -> Any:
 
 
 def _asked(question: Callable[[], Any]) -> Any:
-    """The answer; None if this driver or board does not support the question."""
+    """The answer, or None if this driver or board does not support the question."""
     nvml = _nvml()
     try:
         return question()

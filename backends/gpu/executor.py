@@ -35,10 +35,10 @@ NEEDED: Final = {"cuda.bindings": "cuda-bindings", "pynvml": "nvidia-ml-py"}
 
 
 class GpuExecutor:
-    """Runs programs in order on torch's current stream. The hardware alone schedules what runs inside a program.
+    """Runs programs in order on torch's current stream. Only the hardware schedules what runs inside a program.
 
-    `flush`: how its stopwatches empty the L2 before a cold sample. On the command line `gpu` does it by reading;
-    `backends.gpu.executor:DIRTY` by writing, as triton.testing.do_bench does.
+    `flush` is how its stopwatches empty the L2 before a cold sample. `gpu` on the command line reads a buffer;
+    `backends.gpu.executor:DIRTY` writes one, as triton.testing.do_bench does.
     """
 
     device = "cuda"
@@ -49,7 +49,7 @@ class GpuExecutor:
         self.flush: Flush = flush
 
     def unavailable(self, target: Target) -> str | None:
-        """Why `target` cannot run here: no torch for CUDA, no driver, no device, another compute capability."""
+        """Why `target` cannot run here: no torch with CUDA, no driver, no device, or another compute capability."""
         reason = _no_device()
         if reason is not None:
             return reason
@@ -66,9 +66,10 @@ class GpuExecutor:
         return None
 
     def run(self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
-        """Runs the program once on `tensors`, in device memory, and waits for its end.
+        """Runs the program once on `tensors`, in device memory, and waits for it to finish.
 
-        DeviceError if the driver refuses. DeviceLostError for a kernel's fault; the process is spent then.
+        Raises DeviceError if the driver refuses, and DeviceLostError if a kernel faults; the process is unusable after
+        that.
         """
         with self.bind(program, tensors, options) as call:
             _perform(call)
@@ -95,9 +96,9 @@ class GpuExecutor:
             yield call
 
     def load(self, program: AnyProgram, names: Sequence[str]) -> LoadedProgram:
-        """`program` on torch's current device, until the process ends; other programs of the same PTX share its module.
+        """`program` on torch's current device until the process ends. Programs with the same PTX share one module.
 
-        UnsupportedError for a Python call.
+        Raises UnsupportedError for a Python call.
         """
         import torch
 
@@ -121,7 +122,7 @@ class GpuExecutor:
             yield DeviceStopwatch(call, flush=self.flush)
 
     def bare_read_us(self, size: int) -> float | None:
-        """Median microseconds, cold, of a kernel that only reads `size` bytes; None if it does not fit."""
+        """Median microseconds, cold, of a kernel that only reads `size` bytes; None if that does not fit."""
         import torch
 
         from backends.gpu.bare_read import bare_read_us
@@ -131,7 +132,7 @@ class GpuExecutor:
         return None if target is None else bare_read_us(self, target, size, self.flush)
 
     def facts(self) -> DeviceFacts:
-        """The device and its measured ceilings; measured once a process."""
+        """The device and its measured ceilings. Measured once per process."""
         return _facts()
 
     def throttled(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The device as its driver describes it, with measured ceilings and the proof that the flush works."""
+"""The device as its driver describes it, its measured ceilings, and the proof that the L2 flush works."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ WARM_UP: Final = 3
 
 
 def measured_facts() -> DeviceFacts:
-    """Facts of torch's current device. Takes a second, 4 GiB and a device that does nothing else. DeviceError for a
-    fault."""
+    """Facts about torch's current device. Needs a second, 4 GiB and an idle device. Raises DeviceError on a fault."""
     import torch
 
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
-    # Read before measuring: the clocks as the run found them.
+    # Read before measuring: the record wants the clocks as the run found them.
     found = clocks()
     with faults_of_others("measuring the device's ceilings"):
         copy, flops, ratio = copy_bytes_per_s(), bf16_flops_per_s(), flushed_l2_ratio(properties.L2_cache_size)
@@ -54,24 +53,24 @@ class _Nothing:
     """A call of a kernel that ends at once: it reads the clock and waits for 0 cycles."""
 
     def enqueue(self) -> None:
-        """Launches it on torch's current stream."""
+        """Launches the kernel on torch's current stream."""
         import torch
 
         torch.cuda._sleep(0)  # pyright: ignore[reportPrivateUsage]
 
     def collect(self) -> None:
-        """It computes nothing."""
+        """Does nothing: there is no result."""
 
 
 def empty_kernel_us() -> dict[Temperature, float]:
-    """Device time of a kernel that does nothing, as the stopwatch of rows takes it, cold and hot. Microseconds."""
+    """Device time of an empty kernel, cold and hot, in microseconds, measured with the same stopwatch as the rows."""
     watch = DeviceStopwatch(_Nothing())
     cold, hot = watch.samples("cold", 1, REPETITIONS), watch.samples("hot", EMPTY_LAUNCHES, REPETITIONS)
     return {"cold": round(statistics.median(cold), 3), "hot": round(statistics.median(hot), 3)}
 
 
 def copy_bytes_per_s() -> float:
-    """Bytes read plus bytes written a second, of a copy of COPY_BYTES (or a quarter of the free memory)."""
+    """Bytes read plus bytes written per second by a copy of COPY_BYTES (or a quarter of the free memory)."""
     import torch
 
     free, _ = torch.cuda.mem_get_info()
@@ -81,7 +80,7 @@ def copy_bytes_per_s() -> float:
 
 
 def bf16_flops_per_s() -> float:
-    """Multiplications and additions a second, of a product of two random bf16 matrices [MATMUL, MATMUL]."""
+    """Multiplications and additions per second in a product of two random bf16 matrices [MATMUL, MATMUL]."""
     import torch
 
     generator = torch.Generator("cuda").manual_seed(0)
@@ -91,7 +90,7 @@ def bf16_flops_per_s() -> float:
 
 
 def flushed_l2_ratio(l2_bytes: int) -> float:
-    """Time to read half an L2 of data after a flush, over the time to read it a second time."""
+    """Time to read half an L2 of data after a flush, divided by the time to read it again right after."""
     import torch
 
     data = torch.ones(l2_bytes // 8, dtype=torch.float32, device="cuda")
@@ -111,7 +110,8 @@ def flushed_l2_ratio(l2_bytes: int) -> float:
 
 
 def _seconds(timed: Callable[[], object], before: Callable[[], object] | None = None) -> float:
-    """Median of REPETITIONS, each between two events. `before` runs right in front and hides the host's launch."""
+    """Median seconds of REPETITIONS runs, each between two events. `before` runs right before the start event and hides
+    the host's launch time."""
     import torch
 
     before = before or timed

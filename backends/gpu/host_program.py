@@ -1,11 +1,11 @@
-"""A HostProgram on the device: its object linked and opened, its host function called with real addresses.
+"""A HostProgram on the device: links and opens its object, and calls its host function with real addresses.
 
 The object is linked against CuTeDSL's runtime and TVM FFI, and its function runs on torch's current stream. Arguments
-are TVM FFI values, or pointers to packed descriptors; their structures are those of TVM FFI's public C header
-(tvm/ffi/c_api.h) and of DLPack 1.x.
+are TVM FFI values or pointers to packed descriptors, with the structures of TVM FFI's public C header (tvm/ffi/c_api.h)
+and DLPack 1.x.
 
-backends/vm/host (abi.py, arguments.py) declares and fills the same structures with no code of this file. That is on
-purpose: where one of the two is wrong, a host program that passes in the VM fails on a device.
+backends/vm/host (abi.py, arguments.py) declares and fills the same structures but shares no code with this file, on
+purpose: if one of the two is wrong, a host program that passes in the VM fails on a device.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DLTensor(ctypes.Structure):
 
 
 class Payload(ctypes.Union):
-    """The value of an FfiAny, by type_index."""
+    """The value of an FfiAny; its type_index says which member."""
 
     _fields_ = (("integer", ctypes.c_int64), ("real", ctypes.c_double), ("pointer", ctypes.c_uint64))
 
@@ -101,21 +101,21 @@ class FfiArray(ctypes.Structure):
 
 @dataclass(slots=True)
 class HostValues:
-    """`slots` go to the function; `kept` holds everything that their addresses lead to."""
+    """`slots` are the arguments of the function; `kept` keeps alive everything that their addresses point to."""
 
     slots: ctypes.Array[FfiAny] | ctypes.Array[ctypes.c_uint64]
     kept: list[object] = field(default_factory=list[object])
 
 
 def ffi_values(args: Sequence[HostArg], addresses: Mapping[str, int], device: int, stream: int) -> HostValues:
-    """One TVMFFIAny an argument; tensors become DLTensors on `device`. DeviceError for a tensor that was not given."""
+    """One TVMFFIAny per argument; tensors become DLTensors on `device`. Raises DeviceError for a missing tensor."""
     kept: list[object] = []
     values = [_ffi(arg, addresses, device, stream, kept) for arg in args]
     return HostValues((FfiAny * max(len(values), 1))(*values), kept)
 
 
 def packed_values(args: Sequence[HostArg], addresses: Mapping[str, int], stream: int) -> HostValues:
-    """Pointers to descriptors, as CuTeDSL's generated header declares them; the last slot points to the error code."""
+    """Pointers to descriptors as CuTeDSL's generated header declares them; the last slot points to the error code."""
     kept: list[object] = []
     for arg in args:
         kept += [ctypes.create_string_buffer(content) for content in _packed(arg, addresses, stream)]
@@ -204,7 +204,7 @@ def _dl_tensor(arg: TensorArg, addresses: Mapping[str, int], device: int, kept: 
 
 RUNTIME: Final = "libcute_dsl_runtime.so"
 FFI: Final = "libtvm_ffi.so"
-# The wheel for CUDA 13 first: an installation may hold both.
+# CUDA 13's wheel first: an installation may hold both.
 _DISTRIBUTIONS: Final = {
     RUNTIME: ("nvidia-cutlass-dsl-libs-cu13", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-base"),
     FFI: ("apache-tvm-ffi",),
@@ -222,7 +222,7 @@ class _Text(ctypes.Structure):
 
 
 class HostCall:
-    """One call of a compiled host function, which makes its own launches, on tensors that stay where they are."""
+    """One call of a compiled host function, which does its own launches, on tensors with fixed addresses."""
 
     def __init__(self, program: HostProgram, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = {**tensors, **scratch_memory(program.scratch)}
@@ -234,18 +234,18 @@ class HostCall:
             call("cuStreamSynchronize", stream, doing="waiting for the preparation of the weights")
 
     def enqueue(self) -> None:
-        """Calls it. DeviceError with the function's own words if it refuses its arguments, or with a CUDA error."""
+        """Calls the function. Raises DeviceError with its own message for refused arguments, or with a CUDA error."""
         self._loaded.launch(self._addresses, current_stream())
 
     def collect(self) -> None:
-        """The kernels write to the case's tensors themselves."""
+        """Does nothing: the kernels write to the case's tensors themselves."""
 
 
 class LoadedHost:
-    """A host function on torch's current device, called with the addresses that each call gives.
+    """A host function on torch's current device. Each call gives it the addresses to use.
 
-    `names`: the tensors and workspaces whose addresses a call gives, in this order. UnsupportedError and DeviceError as
-    for shared_library; DeviceError if it has no such entry.
+    `names` are the tensors and workspaces whose addresses a call gives, in this order. Raises UnsupportedError and
+    DeviceError as shared_library does, and DeviceError if the library lacks the entry.
     """
 
     def __init__(self, program: HostProgram, names: Sequence[str]) -> None:
@@ -266,7 +266,7 @@ class LoadedHost:
 
 
 class _FfiHost:
-    """TVM FFI values, made once; a call stores addresses and the stream in them."""
+    """TVM FFI values, built once; a call only stores addresses and the stream in them."""
 
     def __init__(
         self, program: HostProgram, args: Sequence[HostArg], names: Sequence[str], entry: Any, device: int
@@ -290,11 +290,11 @@ class _FfiHost:
                 self._streams.append(cell)
         self._result = FfiAny()
         self._entry = entry
-        # References to what lies there: without argument types ctypes passes them in half the time of addresses.
+        # Without argument types ctypes passes references twice as fast as addresses.
         self._given = (None, ctypes.byref(slots), len(args), ctypes.byref(self._result))
 
     def enqueue(self, addresses: Sequence[int], stream: int) -> None:
-        """DeviceError with the function's own words if it refuses its arguments, or with a CUDA error."""
+        """Raises DeviceError with the function's own message if it refuses its arguments, or with a CUDA error."""
         with self._lock:
             for place, offset, cell in self._cells:
                 cell.value = addresses[place] + offset
@@ -309,13 +309,13 @@ class _FfiHost:
 
 
 class _PackedHost:
-    """Packed descriptors, made anew in each call: nothing that we compile is called so."""
+    """Packed descriptors, built anew in each call: no program that we compile uses this convention."""
 
     def __init__(self, program: HostProgram, names: Sequence[str], entry: Any) -> None:
         self._program, self._names, self._entry = program, names, entry
 
     def __call__(self, args: Sequence[HostArg], addresses: Sequence[int], stream: int) -> None:
-        """DeviceError with the CUDA error that it returns."""
+        """Raises DeviceError with the CUDA error that the function returns."""
         values = packed_values(args, dict(zip(self._names, addresses, strict=True)), stream)
         self._entry(ctypes.byref(values.slots), ctypes.c_int32(len(values.slots)))
         code = values.kept[-1]
@@ -345,7 +345,7 @@ def _failure(sentence: str) -> DeviceError:
 
 
 def _runtime_error(code: int) -> str:
-    # Runtime and driver share the codes that compiled code meets (cudaError_t, CUDA 11 and later).
+    # Runtime and driver use the same numbers for the errors that compiled code meets (cudaError_t, CUDA 11 and later).
     try:
         return described(driver().CUresult(code))
     except ValueError:
@@ -366,9 +366,9 @@ def _raised(ffi: ctypes.CDLL) -> str:
 
 @cache
 def shared_library(host_object: bytes) -> ctypes.CDLL:
-    """`host_object`, linked and opened once a process: it stays loaded on the device until the process ends.
+    """`host_object`, linked and opened once per process. It stays loaded on the device until the process ends.
 
-    UnsupportedError without the libraries or a linker, DeviceError if the object cannot be linked.
+    Raises UnsupportedError without the libraries or a linker, DeviceError if the object cannot be linked.
     """
     linker = next((path for name in LINKERS if (path := shutil.which(name))), None)
     if linker is None:
@@ -393,7 +393,7 @@ def shared_library(host_object: bytes) -> ctypes.CDLL:
 
 @cache
 def runtime_library(name: str) -> Path:
-    """The path of a library that a host object calls. UnsupportedError if it is in no installed wheel."""
+    """The path of a library that a host object calls. Raises UnsupportedError if no installed wheel has it."""
     for package in _DISTRIBUTIONS[name]:
         for file in _files(package):
             if file.name == name and "stubs" not in file.parts:

@@ -1,6 +1,7 @@
-"""Programs of raw PTX on the device: modules, kernel parameters as the bytes that the driver copies, launches.
+"""Raw PTX programs on the device: modules, launches, and kernel parameters as the bytes that the driver copies.
 
-The driver itself encodes tensor maps: cuTensorMapEncodeTiled (CUDA driver API, tensor map object management)."""
+The driver itself encodes tensor maps: cuTensorMapEncodeTiled (CUDA driver API, tensor map object management).
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ ALIGNMENT: Final = 64
 NO_CONTEXT: Final = 201
 """CUDA_ERROR_INVALID_CONTEXT"""
 STREAM_OFFSET: Final = 32
-"""Of hStream in CUlaunchConfig: seven 32-bit fields and 4 bytes of padding lie before it (cuda.h)."""
-# dtype of the spec -> CUtensorMapDataType. b4x16 and its like are the packed types of PTX ISA, section 5.5.1.
+"""Offset of hStream in CUlaunchConfig, after seven 32-bit fields and 4 bytes of padding (cuda.h)."""
+# dtype of the spec -> CUtensorMapDataType. b4x16 and the like are the packed types of PTX ISA, section 5.5.1.
 _TYPES: Final[Mapping[str, str]] = {
     "u8": "UINT8", "u16": "UINT16", "u32": "UINT32", "s32": "INT32", "u64": "UINT64", "s64": "INT64",
     "f16": "FLOAT16", "f32": "FLOAT32", "f32_ftz": "FLOAT32_FTZ", "f64": "FLOAT64", "bf16": "BFLOAT16",
@@ -43,7 +44,7 @@ _FILLS: Final[Mapping[str, str]] = {"zero": "NONE", "nan": "NAN_REQUEST_ZERO_FMA
 
 
 def address_of(tensor: str, offset: int, addresses: Mapping[str, int]) -> int:
-    """The address of byte `offset` of a tensor or scratch buffer. DeviceError for an unknown name."""
+    """The address of byte `offset` of a tensor or scratch buffer. Raises DeviceError for an unknown name."""
     if tensor not in addresses:
         known = ", ".join(addresses) or "none"
         raise DeviceError(f"the program passes the tensor {tensor!r}, which was not given; there are: {known}")
@@ -51,7 +52,7 @@ def address_of(tensor: str, offset: int, addresses: Mapping[str, int]) -> int:
 
 
 def scalar_bytes(arg: ScalarArg) -> bytes:
-    """The bytes of a scalar. DeviceError for an unknown type or a value that the type does not hold."""
+    """The bytes of a scalar. Raises DeviceError for an unknown type or a value that does not fit the type."""
     if arg.dtype not in SCALAR_FORMATS:
         raise DeviceError(f"a scalar argument of dtype {arg.dtype!r}; known are: {', '.join(SCALAR_FORMATS)}")
     try:
@@ -61,12 +62,12 @@ def scalar_bytes(arg: ScalarArg) -> bytes:
 
 
 def encoded_map(arg: TensorMapArg, address: int) -> bytes:
-    """The 128-byte tensor map of `arg` at `address`. DeviceError, with all that was asked, if the driver refuses."""
+    """The 128-byte tensor map of `arg` at `address`. Raises DeviceError, quoting the request, if the driver refuses."""
     types, swizzle, promotion, fill, interleave = _codes(arg)
     rank = len(arg.dims)
     if len(arg.strides) != rank - 1 or len(arg.box) != rank:
         raise DeviceError(f"{_asked(arg, address)}: dims and box need one entry a dimension, strides one fewer")
-    # cuda.bindings aligns its CUtensorMap to 16 bytes; the driver wants 64.
+    # cuda.bindings aligns its CUtensorMap to 16 bytes, but the driver requires 64.
     room = ctypes.create_string_buffer(MAP_BYTES + ALIGNMENT)
     place = -(-ctypes.addressof(room) // ALIGNMENT) * ALIGNMENT
     code = driver_library().cuTensorMapEncodeTiled(
@@ -112,17 +113,17 @@ def _asked(arg: TensorMapArg, address: int) -> str:
 
 
 MAX_PLAIN_SMEM: Final = 48 * 1024
-"""Dynamic shared memory a CTA, in bytes, that needs no opt-in (CUDA programming guide, shared memory)."""
+"""Dynamic shared memory in bytes per CTA that needs no opt-in (CUDA programming guide, shared memory)."""
 MAX_PORTABLE_CLUSTER: Final = 8
-"""CTAs a cluster that every device can hold (CUDA programming guide, thread block clusters)."""
+"""CTAs per cluster that every device supports (CUDA programming guide, thread block clusters)."""
 
 
 @lru_cache(maxsize=8)
 def device_code(ptx: str, target: Target) -> bytes:
-    """A cubin for `target`; without an assembler the PTX, ended by a zero, for the driver's own compiler.
+    """A cubin for `target`. Without an assembler, the zero-terminated PTX for the driver's own compiler.
 
     The assembler comes first because the driver's compiler refuses PTX newer than the driver (9.0 for CUDA 13.0).
-    DeviceError if an assembler refuses the text.
+    Raises DeviceError if an assembler refuses the text.
     """
     for name, load in assemblers().items():
         try:
@@ -135,10 +136,10 @@ def device_code(ptx: str, target: Target) -> bytes:
 
 
 class LoadedKernels:
-    """A Program in a module of the device, launched on the addresses that each call gives.
+    """A Program in a module on the device, launched on the addresses that each call gives.
 
-    `names`: the tensors and workspaces whose addresses a call gives, in this order. DeviceError if the module lacks an
-    entry, or an argument names a tensor that is not in `names`.
+    `names` are the tensors and workspaces whose addresses a call gives, in this order. Raises DeviceError if the module
+    lacks an entry, or if an argument names a tensor that is not in `names`.
     """
 
     def __init__(self, program: Program, names: Sequence[str], module: Any) -> None:
@@ -147,7 +148,7 @@ class LoadedKernels:
 
 
 class KernelCall:
-    """The launches of a Program on torch's current stream, in order, on tensors that stay where they are."""
+    """The launches of a Program on torch's current stream, in order, on tensors with fixed addresses."""
 
     def __init__(self, program: Program, addresses: Mapping[str, int], module: Any) -> None:
         self._loaded = LoadedKernels(program, tuple(addresses), module)
@@ -155,30 +156,30 @@ class KernelCall:
         self._prepares = bool(program.prepare)
 
     def prepare(self) -> None:
-        """Performs what the program does once, and waits for its end. DeviceLostError for a kernel's fault."""
+        """Runs the launches needed only once and waits for them. Raises DeviceLostError if a kernel faults."""
         if self._prepares:
             stream = current_stream()
             self._loaded.prepare(self._addresses, stream)
             call("cuStreamSynchronize", stream, doing="waiting for the preparation of the weights")
 
     def enqueue(self) -> None:
-        """Launches every kernel; DeviceError if the driver refuses one."""
+        """Launches every kernel. Raises DeviceError if the driver refuses one."""
         self._loaded.launch(self._addresses, current_stream())
 
     def collect(self) -> None:
-        """The kernels write to the case's tensors themselves."""
+        """Does nothing: the kernels write to the case's tensors themselves."""
 
 
 class _Launches:
-    """Launches in order. Their parameters lie in host memory; a call stores addresses there and nothing else.
+    """Launches in order. Their parameters stay in host memory; a call only stores addresses there.
 
-    The driver reads parameters while it launches, so that they are free for the next call when it returns.
+    The driver reads parameters during the launch call, so the next call may overwrite them as soon as it returns.
     """
 
     def __init__(self, launches: Sequence[Launch], names: Sequence[str], module: Any) -> None:
         self._lock = Lock()
         self._context = call("cuCtxGetCurrent", doing="looking up the device's context")
-        # Not through cuda.bindings, which wraps each argument: what a call costs is mostly this.
+        # Not through cuda.bindings: it wraps each argument, and that would be most of the cost of a call.
         self._launch = driver_library().cuLaunchKernelEx
         self._stream: int | None = None
         self._held: list[ctypes.c_uint64 | ctypes.Array[ctypes.c_char]] = []
@@ -189,7 +190,7 @@ class _Launches:
         self._given = [(step.given, step) for step in self._steps]
 
     def enqueue(self, addresses: Sequence[int], stream: int) -> None:
-        """Enqueues every launch; DeviceError if the driver refuses one."""
+        """Enqueues every launch. Raises DeviceError if the driver refuses one."""
         with self._lock:
             for place, offset, cell in self._cells:
                 cell.value = addresses[place] + offset
@@ -203,7 +204,7 @@ class _Launches:
             for given, step in self._given:
                 code = self._launch(*given)
                 if code == NO_CONTEXT:
-                    # A thread that has asked the runtime for nothing yet.
+                    # This thread has not called the CUDA runtime yet.
                     call("cuCtxSetCurrent", self._context, doing="entering the device's context")
                     code = self._launch(*given)
                 if code:
@@ -228,9 +229,9 @@ class _Launches:
 
 
 class _Step:
-    """A launch whose parameters lie at `parameters`.
+    """A launch whose parameters are at `parameters`.
 
-    `given`: what the driver takes. `stream`: the field of its configuration in the driver's form.
+    `given` holds the arguments of the driver call, `stream` the stream field of the driver's launch configuration.
     """
 
     def __init__(self, launch: Launch, parameters: Sequence[int], module: Any) -> None:
@@ -246,13 +247,13 @@ class _Step:
         config = int(self._config.getPtr())
         self.stream = ctypes.c_void_p.from_address(config + STREAM_OFFSET)
         self._pointers = (ctypes.c_void_p * max(len(parameters), 1))(*parameters)
-        # References, made once: without argument types ctypes passes them in half the time of addresses.
+        # Built once. Without argument types ctypes passes references twice as fast as addresses.
         references = (ctypes.byref(ctypes.c_char.from_address(at)) for at in (config, int(kernel)))
         self.given = (*references, ctypes.byref(self._pointers), None)
 
 
 class _Map:
-    """A tensor map in host memory, aligned as the driver wants it. `address`: of its tensor, None before the first."""
+    """A tensor map in host memory, aligned for the driver. `address` is its tensor's, None before the first call."""
 
     def __init__(self, arg: TensorMapArg) -> None:
         self._arg = arg
@@ -264,7 +265,7 @@ class _Map:
         self._given = (ctypes.byref(ctypes.c_char.from_address(self.at)), self._cell)
 
     def point_at(self, address: int) -> None:
-        """Makes it a map of the tensor at `address`. DeviceError, with all that was asked, if the driver refuses."""
+        """Points the map at the tensor at `address`. Raises DeviceError, quoting the request, if the driver refuses."""
         self._cell.value = address
         if self.address is None:
             ctypes.memmove(self.at, encoded_map(self._arg, address), MAP_BYTES)
@@ -292,7 +293,7 @@ def _configuration(launch: Launch) -> Any:
 
 
 def _opt_in(kernel: Any, launch: Launch) -> None:
-    """Asks for what a launch needs leave for: much shared memory, or a cluster that not every device can hold."""
+    """Opts in to what a launch needs: much shared memory, or a cluster size that not every device supports."""
     attributes = driver().CUfunction_attribute
     x, y, z = launch.cluster
     if launch.dynamic_smem > MAX_PLAIN_SMEM:
@@ -306,7 +307,7 @@ def _opt_in(kernel: Any, launch: Launch) -> None:
 
 @cache
 def loaded_module(ptx: str, target: Target, device: int) -> Any:
-    """The module of `ptx` on torch's current device, number `device`; it stays there until the process ends."""
+    """The module of `ptx` on torch's current device, number `device`. It stays loaded until the process ends."""
     code = device_code(ptx, target)
     return call("cuModuleLoadData", code, doing=f"loading {len(code)} bytes of code for {target}")
 
@@ -315,7 +316,7 @@ def loaded_module(ptx: str, target: Target, device: int) -> Any:
 def bound_program(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[KernelCall]:
     """`program`, loaded, on `tensors` of the current device. Workspaces hold 0xFF bytes, as on the VM.
 
-    DeviceError if the assembler or the driver refuses.
+    Raises DeviceError if the assembler or the driver refuses.
     """
     scratch = scratch_memory(program.scratch)
     addresses = {name: tensor.data_ptr() for name, tensor in {**tensors, **scratch}.items()}
@@ -326,12 +327,12 @@ def bound_program(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iter
         ready.prepare()
         yield ready
     finally:
-        # Unloading waits for the kernels. On a lost device it fails; nothing is left to free then.
+        # Unloading waits for the kernels. It fails on a lost device, where nothing is left to free.
         driver().cuModuleUnload(module)
 
 
 def scratch_memory(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Workspaces of `sizes` bytes by name. Every byte is 0xFF, as on the VM: no kernel may count on zeros."""
+    """Workspaces of `sizes` bytes by name. Every byte is 0xFF, as on the VM: no kernel may rely on zeros."""
     import torch
 
     return {name: torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for name, size in sizes.items()}

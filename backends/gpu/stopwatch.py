@@ -1,9 +1,10 @@
-"""Device time between two events on a stream that is kept busy, so that it holds no launch latency of the host.
+"""Times a call between two events on a stream that is kept busy, so that no host launch latency is measured.
 
-Cold: read a buffer of more than twice the L2, then start event, call, end event. triton.testing.do_bench times the
-same region, in a queue as full (conformance/gpu/on_device.py compares the two), but writes the buffer: its lines then
-drain to memory inside the region. A stopwatch made with flush="dirty" does so too.
-Hot: run the call once, then as often as asked between the events; as one CUDA graph if the call can be captured.
+Cold: read a buffer of more than twice the L2, then start event, call, end event. triton.testing.do_bench times the same
+region in an equally full queue (conformance/gpu/on_device.py compares the two), but it writes the buffer: the dirty
+lines then drain to memory inside the region. A stopwatch with flush="dirty" does the same.
+Hot: run the call once, then the requested number of times between the events, as one CUDA graph if the call can be
+captured.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ if TYPE_CHECKING:
     from megamoe.contract import Flush, PreparedCall, Temperature
 
 FLUSH_BYTES: Final = 256 << 20
-"""What do_bench writes, and what a clean flush reads; more if the L2 is larger than half of it."""
+"""do_bench writes this much and a clean flush reads it. The buffer is larger if the L2 is larger than half of it."""
 WARM_UP: Final = 3
 MAX_FLUSHES: Final = 2000
 HOST_MARGIN: Final = 2.0
-"""Device work in front of a row of samples, over the time in which the host hands the samples over. A device at the end
-of its queue is up to a microsecond faster a launch; one that waits for its host is slower without limit."""
+"""Device work queued before a row of samples, as a multiple of the time that the host needs to enqueue the samples. A
+device at the end of its queue is up to a microsecond faster per launch; one that waits for its host is slower without
+limit."""
 CHEAP_ENQUEUE: Final = 1 / 2
-"""Share of a flush's time that a call's host side may take in a cold sample; a graph replays a dearer one."""
+"""A cold sample may spend this share of a flush's time in a call's host side; a costlier call replays a graph."""
 LOOK_AHEAD: Final = 3
-"""Flushes and calls behind the last sample of a row, so that its queue does not run dry."""
+"""Flushes and calls enqueued after the last sample of a row, so that its queue does not run dry."""
 
 
 @cache
 def flush_buffer() -> torch.Tensor:
-    """The buffer that is read or written to empty the L2 of everything else: int32, zeros, one a process."""
+    """The buffer that is read or written to evict everything else from the L2: int32, zeros, one per process."""
     import torch
 
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
@@ -46,18 +48,18 @@ def flush_buffer() -> torch.Tensor:
 
 
 def flushing(flush: Flush) -> Callable[[], object]:
-    """What empties the L2 when it is called."""
+    """A function that empties the L2."""
     buffer = flush_buffer()
     return buffer.amax if flush == "clean" else buffer.zero_
 
 
 class DeviceStopwatch:
-    """Times one prepared call. Making it warms up and captures the first graph.
+    """Times one prepared call. The constructor warms up and captures the first graph.
 
-    `method` is "events" if the call cannot be captured: its host side then runs in every sample, behind enough flushes
-    to hide it. `cold_by_graph`: whether a cold sample replays a graph of one launch instead of enqueueing; None decides
-    by what the host pays for the call. On an H200, medians of fa3's cold times in ten processes lay between 13 and
-    67 us when it was enqueued (results/records, A/A runs): its host side takes as long as a flush.
+    `method` is "events" if the call cannot be captured: its host side then runs in every sample, after enough flushes
+    to hide it. `cold_by_graph` says whether a cold sample replays a graph of one launch instead of enqueueing the call;
+    None decides by the call's host time. On an H200 the medians of fa3's cold times in ten processes lay between 13 and
+    67 us when it was enqueued (results/records, A/A runs), because its host side takes as long as a flush.
     """
 
     def __init__(self, call: PreparedCall, cold_by_graph: bool | None = None, flush: Flush = "clean") -> None:
@@ -76,12 +78,12 @@ class DeviceStopwatch:
         self.method: Literal["graph", "events"] = "graph" if self._captured(1) else "events"
 
     def sample(self, temperature: Temperature, launches: int) -> float:
-        """Microseconds a launch, as the contract says. DeviceLostError if the device reports a fault."""
+        """Microseconds per launch, as the contract says. Raises DeviceLostError if the device reports a fault."""
         return self.samples(temperature, launches, 1)[0]
 
     def samples(self, temperature: Temperature, launches: int, count: int) -> list[float]:
-        """`count` samples in a row, handed over together with more work behind the last: a device whose queue runs dry
-        is up to a microsecond faster a launch than a busy one. DeviceLostError as `sample`."""
+        """`count` samples in a row, enqueued together with more work after the last: a device whose queue runs dry is
+        up to a microsecond faster per launch than a busy one. Raises DeviceLostError as `sample` does."""
         launches = 1 if temperature == "cold" else launches
         with faults_of_others("timing the call"):
             before = self._once if temperature == "hot" else None
@@ -105,14 +107,14 @@ class DeviceStopwatch:
             self._empty_l2()
 
     def _timed(self, temperature: Temperature, launches: int) -> tuple[Callable[[], object], float]:
-        """What runs between the events, and the microseconds in which the host hands it over."""
+        """The function to run between the events, and the microseconds that the host needs to enqueue it."""
         by_graph = self.method == "graph" and (temperature == "hot" or self._cold_by_graph)
         if by_graph:
             return self._graph(launches).replay, self._replay_host_us[launches]
         return lambda: self._repeat(launches), self._enqueue_host_us * launches
 
     def _once(self) -> None:
-        """One untimed call, so that the L2 holds what the next one finds there."""
+        """One untimed call, so that the L2 holds what the next call finds there."""
         (self._graphs[1].replay if self.method == "graph" else self._call.enqueue)()
 
     @property
@@ -131,7 +133,7 @@ class DeviceStopwatch:
         return self._graphs[launches]
 
     def _captured(self, launches: int) -> bool:
-        """Captures and keeps a graph of so many launches; False if the call cannot be captured."""
+        """Captures and keeps a graph of this many launches; False if the call cannot be captured."""
         import torch
 
         graph = torch.cuda.CUDAGraph()
@@ -140,7 +142,8 @@ class DeviceStopwatch:
                 self._repeat(launches)
             host_us = _host_us(graph.replay)
         except Exception:
-            # Libraries do things that a capture refuses: time such a call without a graph. A fault is no refusal.
+            # Libraries do things that a capture refuses: time such a call without a graph. A device fault is no
+            # refusal.
             fault = lost_to()
             if fault is not None:
                 raise DeviceLostError(f"the device reports {fault} while a graph of the call was replayed") from None
@@ -161,7 +164,7 @@ def _region(timed: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.E
 
 
 def _host_us(enqueue: Callable[[], object]) -> float:
-    """Microseconds in which the host hands a call over, once the first calls have set up what they keep."""
+    """Microseconds that the host needs to enqueue a call, after warm-up calls have built their caches."""
     import torch
 
     for _ in range(WARM_UP):

@@ -1,6 +1,6 @@
-"""The raw-PTX backend: kernels written instruction by instruction, in the words of builder.py.
+"""The raw-PTX backend: kernels written instruction by instruction with the vocabulary of builder.py.
 
-A kernel is imported to build it: an assembler of this package is asked in a process of its own, which needs none.
+A kernel is imported only when it is built. This package's assembler runs in a process of its own that needs no kernel.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ KERNELS: Final[Mapping[tuple[str, Target], Callable[[Case, int | None], Program]
     ("nvfp4_moe", "sm_90a"): _sm90_moe,
     ("nvfp4_moe", "sm_100a"): _sm100_moe,
 }
-"""Of a case and the keys of a part, by op and target."""
+"""Builders by op and target. They take the case and the number of keys per part."""
 
 
 class PtxBackend:
-    """Builds programs of hand-written PTX. `part_keys`: keys of attention that a CTA visits, a multiple of 128; None:
-    what the rule of split_keys.py says. A record names the backend, so one of another plan has another name."""
+    """Builds programs of hand-written PTX. `part_keys` is the number of keys that an attention CTA visits, a multiple
+    of 128; with None the rule of split_keys.py decides. A record names the backend, so a different plan needs a
+    different name."""
 
     def __init__(self, name: str = "ptx", part_keys: int | None = None) -> None:
         self.name = name

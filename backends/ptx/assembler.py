@@ -1,4 +1,4 @@
-"""ptxas as a check: whether PTX assembles for its target, and what it costs.
+"""ptxas as a check: whether PTX assembles for its target, and what resources it uses.
 
 The assembler comes from the pip package nvidia-cuda-nvcc (no CUDA toolkit needed) or from PATH.
 """
@@ -18,11 +18,11 @@ from megamoe.contract.scratch import scratch_folder
 
 MAX_PTXAS_SECONDS = 120
 COMPLAINTS = ("warning", "Potential Performance Loss")
-"""ptxas reports an ignored setmaxnreg or a serialised MMA as information only; we count it as a warning."""
+"""ptxas reports an ignored setmaxnreg or a serialised MMA only as information; treat both as warnings."""
 
 
 class AssemblyError(Exception):
-    """ptxas refused the PTX, or warned; the text quotes it."""
+    """ptxas refused the PTX or warned about it. The message quotes ptxas."""
 
 
 def find_ptxas() -> Path:

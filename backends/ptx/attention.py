@@ -1,4 +1,4 @@
-"""What the attention kernels of all targets share: the axes of a case, tensor maps, a CTA's tile, the keys of a row."""
+"""Shared by the attention kernels of all targets: the axes of a case, tensor maps, a CTA's tile, the keys of a row."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SUPPORTED_HD = (64, 128, 256, 512)
 
 @dataclass(frozen=True, slots=True)
 class FmhaShape:
-    """The axes of one case. The query heads of a kv_head are folded into `rows` = group * t rows, head after head: so
-    q, o and lse lie in memory."""
+    """The axes of one case. The query heads of a kv_head are folded into `rows` = group * t rows, head after head,
+    because q, o and lse have that layout in memory."""
 
     hd: int
     t: int
@@ -39,7 +39,7 @@ class FmhaShape:
     scale: float
     lse: bool
     values: str
-    """The tensor that holds the values: v, or k where both are one. Its second reader of a tile meets it in L2."""
+    """The tensor that holds the values: v, or k if both are one. The second load of a tile then hits the L2."""
 
     @property
     def rows(self) -> int:
@@ -48,7 +48,7 @@ class FmhaShape:
 
     @classmethod
     def of(cls, case: Case, target: Target) -> FmhaShape:
-        """Reads the case. Raises UnsupportedError for what the kernel of `target` cannot do."""
+        """Reads the case. Raises UnsupportedError for a case that the kernel of `target` does not support."""
         hd, t, s_k = case.int("hd"), case.int("t"), case.int("s_k")
         heads, kv_heads, batch = case.int("heads"), case.int("kv_heads"), case.int("batch")
         if hd not in SUPPORTED_HD:
@@ -84,7 +84,7 @@ class FmhaShape:
         )
 
     def axes(self) -> tuple[KernelArg, ...]:
-        """What a launch passes for FmhaAxes."""
+        """The launch arguments for FmhaAxes."""
         return FmhaAxes.arguments(
             t=self.t,
             s_k=self.s_k,
@@ -98,8 +98,8 @@ class FmhaShape:
 
 @dataclass(frozen=True, slots=True)
 class FmhaAxes(Parameters):
-    """Scalars of an attention kernel. `rows`: group * t folded query rows of a (batch, kv_head). `window`: keys a row
-    sees up to its own position. `ahead`: keys it sees past its own position, 0 when causal."""
+    """Scalars of an attention kernel. `rows`: group * t folded query rows of a (batch, kv_head). `window`: keys that a
+    row sees up to and including its own position. `ahead`: keys that it sees past its own position, 0 when causal."""
 
     t: U32
     s_k: U32
@@ -112,7 +112,7 @@ class FmhaAxes(Parameters):
 
 @dataclass(frozen=True, slots=True)
 class FmhaParams(Parameters):
-    """The parameters of a kernel that stores O by a pointer, in order. `lse` is null when it is not wanted."""
+    """The parameters, in order, of a kernel that stores O through a pointer. `lse` is null when it is not wanted."""
 
     q: Map
     k: Map
@@ -123,8 +123,8 @@ class FmhaParams(Parameters):
 
 
 def tensor_map(shape: FmhaShape, tensor: str, rows: int, box_rows: int) -> TensorMapArg:
-    """[batch * kv_heads][rows][hd] in boxes of 64 columns. The third dimension keeps heads apart: a row beyond the
-    last reads as zeros and is not written."""
+    """[batch * kv_heads][rows][hd] in boxes of 64 columns. The third dimension keeps heads apart: rows past the last
+    one read as zeros and are not written."""
     row_bytes = shape.hd * BF16_BYTES
     return TensorMapArg(
         tensor=tensor,
@@ -137,22 +137,22 @@ def tensor_map(shape: FmhaShape, tensor: str, rows: int, box_rows: int) -> Tenso
 
 
 class OutputSplit(Protocol):
-    """How the columns of O are spread over CTAs."""
+    """How the columns of O are split over CTAs."""
 
     @property
     def halves(self) -> int:
-        """CTAs that share a row tile."""
+        """Number of CTAs that share a row tile."""
         ...
 
     @property
     def o_columns(self) -> int:
-        """Columns of O (and V) that one of them owns."""
+        """Columns of O (and V) that one CTA owns."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CtaTile:
-    """What a CTA works on. `row_origin`: first folded row of its tile. `o_origin`: first column of O and V it owns."""
+    """The tile of a CTA. `row_origin`: its first folded row. `o_origin`: its first column of O and V."""
 
     row_origin: Register
     o_origin: Register
@@ -161,7 +161,7 @@ class CtaTile:
 
     @classmethod
     def read(cls, x: Builder, split: OutputSplit, tile_m: int) -> CtaTile:
-        """From the CTA's index: (row tile and columns of O, kv_head, batch)."""
+        """Reads the tile from the CTA's index: (row tile and columns of O, kv_head, batch)."""
         x.comment(f"{split.halves} CTA(s) a row tile, each with {split.o_columns} columns of O.")
         x_index = x.let("x_index", "mov.u32", CTAID_X)
         row_tile = x.let("row_tile", "div.u32", x_index, split.halves)
@@ -177,15 +177,15 @@ class CtaTile:
 
 @dataclass(frozen=True, slots=True)
 class KeyTiles:
-    """The key tiles of a CTA. `first_key`: of the first tile that any row sees, a multiple of the tile. `count`: 0 when
-    no row sees a key."""
+    """The key tiles of a CTA. `first_key`: start of the first tile that any row sees, a multiple of the tile size.
+    `count`: 0 when no row sees a key."""
 
     first_key: Register
     count: Register
 
     @classmethod
     def between(cls, x: Builder, first: Register, end: Register, tile_n: int) -> KeyTiles:
-        """The tiles of `tile_n` keys that hold the keys from `first` up to `end`, which may lie below it."""
+        """The tiles of `tile_n` keys that cover the keys [first, end). `end` may be below `first`."""
         first_key = x.let("first_key", "and.b32", first, -tile_n)
         reach = x.let("reach", "sub.s32", end, first_key)
         x.emit("max.s32", reach, reach, 0)
@@ -218,7 +218,7 @@ def position_offset(x: Builder, axes: FmhaAxes) -> Register:
 
 
 def first_visible(x: Builder, axes: FmhaAxes, position: Register, name: str) -> Register:
-    """The first key that the row at `position` sees; 0 at least."""
+    """The first key that the row at `position` sees, at least 0."""
     first = x.let(f"{name}_first_key", "sub.s32", position, axes.window)
     x.emit("add.s32", first, first, 1)
     x.emit("max.s32", first, first, 0)
@@ -226,7 +226,7 @@ def first_visible(x: Builder, axes: FmhaAxes, position: Register, name: str) -> 
 
 
 def end_visible(x: Builder, axes: FmhaAxes, position: Register, name: str) -> Register:
-    """The key behind the last one that the row at `position` sees; s_k at most, perhaps below 0."""
+    """One past the last key that the row at `position` sees: at most s_k, possibly below 0."""
     end = x.let(f"{name}_end_key", "add.s32", position, axes.ahead)
     x.emit("add.s32", end, end, 1)
     x.emit("min.s32", end, end, axes.s_k)
@@ -235,7 +235,7 @@ def end_visible(x: Builder, axes: FmhaAxes, position: Register, name: str) -> Re
 
 @dataclass(frozen=True, slots=True)
 class RowKeys:
-    """The keys [first, end) of one folded row; `is_row`: whether there is such a row."""
+    """The keys [first, end) of one folded row. `is_row`: whether the row exists."""
 
     is_row: Register
     first: Register
@@ -243,7 +243,7 @@ class RowKeys:
 
     @classmethod
     def of(cls, frame: FmhaFrame, row: Register) -> RowKeys:
-        """Of the folded row `row`."""
+        """The keys of the folded row `row`."""
         x, axes = frame.x, frame.axes
         is_row = x.let("is_row", "setp.lt.u32", row, axes.rows)
         query = x.let("query", "rem.u32", row, axes.t)
@@ -251,7 +251,7 @@ class RowKeys:
         return cls(is_row, first_visible(x, axes, position, "row"), end_visible(x, axes, position, "row"))
 
     def unmask_beyond(self, x: Builder) -> None:
-        """Lets a row beyond the last see every key, so that it never asks for a mask."""
+        """Lets a row past the last see every key, so that it never needs a mask."""
         x.emit("selp.s32", self.first, self.first, 0, self.is_row)
         x.emit("selp.s32", self.end, self.end, NEVER_ENDS, self.is_row)
 
@@ -265,7 +265,7 @@ def log_sum_exp(x: Builder, reference: Register, total: Register) -> Register:
 
 
 def shift_of(x: Builder, reference: Register) -> Register:
-    """What to add to a scaled score: minus the reference, or 0 where no key was seen."""
+    """What to add to a scaled score: minus the reference, or 0 if no key has been seen."""
     unseen = x.let("unseen", "setp.eq.f32", reference, MINUS_INFINITY)
     shift = x.let("shift", "neg.f32", reference)
     x.emit("selp.f32", shift, 0.0, shift, unseen, note="-inf - -inf would be NaN")

@@ -1,4 +1,4 @@
-"""The words that kernels are written in: Python that reads like PTX and writes PTX that reads as if typed by hand.
+"""The vocabulary that kernels are written in: Python that reads like PTX and emits PTX that reads as if typed by hand.
 
     x = Builder("scale", target="sm_100a", version=(8, 6), block=128)
     n = x.param("n", "u32")
@@ -10,9 +10,9 @@
     x.emit("ret")
     print(x.text())
 
-`let` declares the register it writes, with the type that the mnemonic gives it. `emit` writes into registers that
-exist. Both check every operand against the table in signatures.py at once. `text` refuses labels that were never placed
-and registers that are read but never written.
+`let` declares the register it writes, with the type implied by the mnemonic. `emit` writes to existing registers. Both
+check every operand against the table in signatures.py immediately. `text` refuses labels that were never placed and
+registers that are read but never written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FULL_WARP = 0xFFFFFFFF
 MBARRIER_BYTES = 8
 COMPLETE_TX = "mbarrier::complete_tx::bytes"
 SHARED_CTA_VERSION = (8, 6)
-"""Tensor copies may name .shared::cta as their destination from this PTX ISA on; before, .shared::cluster."""
+"""From this PTX ISA on, tensor copies may name .shared::cta as their destination; before, only .shared::cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Loop:
 
 
 class Builder(Emitter):
-    """An entry, with a word for each idiom."""
+    """An entry with one method per idiom."""
 
     # Control flow
 
@@ -77,7 +77,8 @@ class Builder(Emitter):
     def while_below(
         self, name: str, index: Register, end: Register, finished: str, *steps: tuple[Register, Register | int]
     ) -> Iterator[None]:
-        """Runs the body while `index` < `end` (u32), then adds to each register of `steps` what stands beside it.
+        """Runs the body while `index` < `end` (u32). After each pass it adds to each register of `steps` the value
+        paired with it.
 
         `finished` names the predicate that ends the loop.
         """
@@ -95,15 +96,15 @@ class Builder(Emitter):
         return leader
 
     def sync_cta(self, note: str = "") -> None:
-        """All threads of the CTA meet."""
+        """Barrier for all threads of the CTA."""
         self.emit("bar.sync", 0, note=note)
 
     def sync_warp(self) -> None:
-        """All lanes of the warp meet."""
+        """Barrier for all lanes of the warp."""
         self.emit("bar.warp.sync", FULL_WARP)
 
     def setmaxnreg(self, direction: Literal["inc", "dec"], registers: int, note: str = "") -> None:
-        """Sets the registers a thread of this warpgroup may use."""
+        """Sets the number of registers that a thread of this warpgroup may use."""
         self.emit(f"setmaxnreg.{direction}.sync.aligned.u32", registers, note=note)
 
     # Addresses and tables
@@ -121,7 +122,7 @@ class Builder(Emitter):
         return self.let(name, "ld.global.u32", at(self.indexed_wide(f"{name}_at", table, index, 4)))
 
     def packed_bf16(self, name: str, values: Sequence[Register]) -> Vector:
-        """f32 `values`, rounded to nearest even, as pairs of bf16."""
+        """f32 `values` as pairs of bf16, rounded to nearest even."""
         pairs = self.regs(name, "b32", len(values) // 2)
         for pair, even, odd in zip(pairs, values[::2], values[1::2], strict=True):
             self.emit("cvt.rn.bf16x2.f32", pair, odd, even)
@@ -130,7 +131,7 @@ class Builder(Emitter):
     # mbarriers
 
     def init_mbarrier(self, place: Address, arrivals: int, note: str) -> None:
-        """An mbarrier whose phase takes `arrivals` arrivals."""
+        """Initialises an mbarrier with `arrivals` arrivals per phase."""
         self.emit("mbarrier.init.shared::cta.b64", place, arrivals, note=note)
 
     def fence_mbarrier_init(self) -> None:
@@ -149,7 +150,7 @@ class Builder(Emitter):
         self.emit("bra", again, guard=~completed)
 
     def arrive(self, barrier: Address, guard: Predicate | None = None, note: str = "") -> None:
-        """One arrival of every executing thread; it releases what the thread did before."""
+        """One arrival per executing thread, with release semantics."""
         self.emit("mbarrier.arrive.shared::cta.b64", SINK, barrier, guard=guard, note=note)
 
     def expect_tx(self, barrier: Address, size: int, note: str = "") -> None:
@@ -159,11 +160,11 @@ class Builder(Emitter):
     # Bulk copies (TMA)
 
     def bulk_load(self, target: Address, source: Address, size: Register | int, barrier: Address) -> None:
-        """Copies `size` bytes that lie together, a multiple of 16; completion counts bytes on `barrier`."""
+        """Copies `size` contiguous bytes, a multiple of 16; completion counts bytes on `barrier`."""
         self.emit(f"cp.async.bulk.shared::cluster.global.{COMPLETE_TX}", target, source, size, barrier)
 
     def prefetch_maps(self, maps: Sequence[Register], guard: Predicate | None = None) -> None:
-        """Asks for tensor maps before their first use."""
+        """Prefetches tensor maps before their first use."""
         for tensor_map in maps:
             self.emit("prefetch.tensormap", at(tensor_map), guard=guard)
 
@@ -173,7 +174,7 @@ class Builder(Emitter):
         self.emit(f"{_tensor_copy(source)}.{space}.global.tile.{COMPLETE_TX}", target, source, barrier)
 
     def tma_gather4(self, target: Address, source: Address, barrier: Address) -> None:
-        """As `tma_load`, for four rows of a matrix: the coordinates are a column and the rows."""
+        """Like `tma_load`, for four rows of a matrix: the coordinates are a column and the rows."""
         self.emit(f"cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.{COMPLETE_TX}", target, source, barrier)
 
     def tma_store(self, target: Address, source: Address, guard: Predicate) -> None:
@@ -181,7 +182,7 @@ class Builder(Emitter):
         self.emit(f"{_tensor_copy(target)}.global.shared::cta.tile.bulk_group", target, source, guard=guard)
 
     def commit_stores(self, guard: Predicate) -> None:
-        """Closes the thread's bulk group."""
+        """Commits the thread's bulk group."""
         self.emit("cp.async.bulk.commit_group", guard=guard)
 
     def wait_stores_read(self, guard: Predicate, note: str = "") -> None:
@@ -189,7 +190,7 @@ class Builder(Emitter):
         self.emit("cp.async.bulk.wait_group.read", 0, guard=guard, note=note)
 
     def fence_proxy_async(self, note: str = "") -> None:
-        """What this thread has done in shared memory, or waited for, comes before copies and MMAs that follow."""
+        """Orders this thread's accesses to shared memory, and those it waited for, before later copies and MMAs."""
         self.emit("fence.proxy.async.shared::cta", note=note)
 
     # Tensor cores
@@ -205,7 +206,7 @@ class Builder(Emitter):
         return descriptor
 
     def wgmma_fence(self) -> None:
-        """Orders register accesses of the warpgroup before its next wgmma."""
+        """Orders the warpgroup's register accesses before its next wgmma."""
         self.emit("wgmma.fence.sync.aligned")
 
     def wgmma_finish(self) -> None:
@@ -219,15 +220,15 @@ class Builder(Emitter):
         self.emit("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned")
 
     def tmem_dealloc(self, tmem: Register, columns: int) -> None:
-        """Gives tensor memory back."""
+        """Deallocates tensor memory."""
         self.emit("tcgen05.dealloc.cta_group::1.sync.aligned.b32", tmem, columns)
 
     def tmem_load(self, values: Vector, columns: Address) -> None:
-        """One register a column: lane l of the warp reads lane l of its quarter of tensor memory."""
+        """One register per column: lane l of the warp reads lane l of the warp's quarter of tensor memory."""
         self.emit(f"tcgen05.ld.sync.aligned.32x32b.x{len(values)}.b32", values, columns)
 
     def tmem_store(self, columns: Address, values: Vector) -> None:
-        """The way back of `tmem_load`."""
+        """The inverse of `tmem_load`."""
         self.emit(f"tcgen05.st.sync.aligned.32x32b.x{len(values)}.b32", columns, values)
 
     def wait_tmem_loads(self) -> None:
@@ -239,7 +240,7 @@ class Builder(Emitter):
         self.emit("tcgen05.wait::st.sync.aligned")
 
     def before_thread_sync(self) -> None:
-        """Orders earlier tcgen05 instructions of this thread before its next synchronisation."""
+        """Orders this thread's earlier tcgen05 instructions before its next synchronisation."""
         self.emit("tcgen05.fence::before_thread_sync")
 
     def after_thread_sync(self) -> None:
@@ -252,5 +253,5 @@ class Builder(Emitter):
 
 
 def _tensor_copy(place: Address) -> str:
-    """The mnemonic's head; a tensor map has as many dimensions as its coordinates."""
+    """The head of the mnemonic. A tensor map has as many dimensions as the address has coordinates."""
     return f"cp.async.bulk.tensor.{len(place.coordinates)}d"

@@ -1,6 +1,6 @@
-"""One entry of a PTX module as it is written: parameters, sections, registers, labels and instructions, all checked.
+"""Writes one entry of a PTX module: parameters, sections, registers, labels and instructions, all checked.
 
-`Emitter` knows PTX's syntax and no idiom; builder.py adds the words that kernels are written in.
+`Emitter` knows the syntax of PTX but no idioms; builder.py adds those.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class _Section:
 class Emitter:
     """Collects one entry. `version` is the lowest PTX ISA version that has everything the entry uses.
 
-    `ctas_per_sm`: what ptxas shall leave registers for. setmaxnreg needs it where few registers would do.
+    `ctas_per_sm` is how many CTAs per SM ptxas must leave registers for. setmaxnreg needs it where ptxas would
+    otherwise use few registers.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Emitter:
         self._header += lines
 
     def section(self, title: str) -> None:
-        """Opens a part of the kernel; its registers are declared at its head."""
+        """Opens a section of the kernel; its registers are declared at its head."""
         self._sections.append(_Section(title))
 
     def comment(self, text: str) -> None:
@@ -84,16 +85,16 @@ class Emitter:
         return self.let(name, "cvta.param.u64", in_param_space)
 
     def dynamic_smem(self, name: str, align: int) -> Register:
-        """Declares the dynamic shared memory of the launch; the register holds its shared-window address."""
+        """Declares the launch's dynamic shared memory; the register holds its shared-window address."""
         self._dynamic_smem = f".extern .shared .align {align} .b8 {name}[];"
         return self.let("smem", "mov.u32", Special(name, "u32"))
 
     def name_place(self, place: Address, name: str) -> None:
-        """Instructions that address `place` say `name` in a comment from here on, unless they have a note."""
+        """From here on, instructions that address `place` get `name` as a comment unless they have a note."""
         self._place_names[place.base.name, place.offset] = name
 
     def reg(self, name: str, type_name: str) -> Register:
-        """A new register. A taken name gets a number, so that two uses never share a register unnoticed."""
+        """A new register. A taken name gets a number appended, so that two uses never share a register by accident."""
         if type_name not in WIDTHS:
             raise BuilderError(f"register %{name}: there is no type .{type_name}; known: {', '.join(sorted(WIDTHS))}")
         if name in SPECIAL_REGISTERS:
@@ -103,13 +104,13 @@ class Emitter:
         return register
 
     def regs(self, name: str, type_name: str, count: int) -> tuple[Register, ...]:
-        """`count` registers `%name0`, `%name1`, ..., declared in one go."""
+        """`count` registers `%name0`, `%name1`, ..., declared together."""
         stem = self._unique(name)
         self._declare(type_name, f"%{stem}_<{count}>")
         return tuple(Register(f"{stem}_{index}", type_name) for index in range(count))
 
     def emit(self, opcode: str, *operands: Operand, guard: Predicate | None = None, note: str = "") -> None:
-        """Writes one instruction. `guard` becomes `@%p`, `note` a comment behind it."""
+        """Writes one instruction. `guard` becomes `@%p`, `note` a trailing comment."""
         instruction = Instruction(opcode, operands)
         for register in instruction.destinations():
             self._written.add(register.name)
@@ -124,7 +125,7 @@ class Emitter:
     def let(
         self, name: str, opcode: str, *sources: Operand, guard: Predicate | None = None, note: str = ""
     ) -> Register:
-        """Declares a register of the type that `opcode` writes, and writes it."""
+        """Declares a register of the type that `opcode` writes and emits the instruction."""
         register = self.reg(name, Instruction(opcode, sources).result_type())
         self.emit(opcode, register, *sources, guard=guard, note=note)
         return register
@@ -136,18 +137,18 @@ class Emitter:
         return Label(unique)
 
     def place(self, label: Label) -> None:
-        """Puts a label before the next instruction."""
+        """Places a label before the next instruction."""
         if self._labels.get(label.name, True):
             raise BuilderError(f"{self.entry}: label {label} is placed twice or was never made by this builder")
         self._labels[label.name] = True
         self._sections[-1].lines.append(f"{label}:")
 
     def text(self) -> str:
-        """The PTX module. Raises BuilderError for unplaced labels and for registers that nothing writes."""
+        """The PTX module. Raises BuilderError for unplaced labels and for registers that are read but never written."""
         return module_text([self])
 
     def entry_text(self) -> list[str]:
-        """The lines of the entry without the module's head. Raises BuilderError as `text` does."""
+        """The lines of the entry without the module's header. Raises BuilderError as `text` does."""
         forgotten = sorted(name for name, placed in self._labels.items() if not placed)
         if forgotten:
             raise BuilderError(f"{self.entry}: labels made but never placed: {', '.join(forgotten)}")
@@ -191,7 +192,7 @@ class Emitter:
 
 
 def module_text(entries: Sequence[Emitter]) -> str:
-    """One PTX module of several entries for one target. Its version is the lowest that serves them all."""
+    """One PTX module of several entries for one target, with the lowest version that covers them all."""
     targets = {entry.target for entry in entries}
     if len(targets) != 1:
         raise BuilderError(f"a module is for one target; these entries are for {', '.join(sorted(targets)) or 'none'}")

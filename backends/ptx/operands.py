@@ -1,7 +1,7 @@
 """The operands of an instruction: registers, special registers, addresses, labels, immediates.
 
-Hardware registers have no type; ours do. The declared type of a `Register` is checked against every instruction that
-touches it (PTX ISA, "Operand Type Checking").
+Hardware registers have no type, but these do: the declared type of a `Register` is checked against every instruction
+that uses it (PTX ISA, "Operand Type Checking").
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDTHS = {
 """Width in bits of every type of a register or operand; predicates count as 1."""
 
 MIN_HEX = 1 << 20
-"""Immediates from here on are masks and descriptors; write them in hexadecimal."""
+"""Integers from here on are masks and descriptors; write them in hexadecimal."""
 
 SPECIAL_REGISTERS = frozenset({
     "tid", "ntid", "laneid", "warpid", "nwarpid", "ctaid", "nctaid", "smid", "nsmid", "gridid", "lanemask_eq",
@@ -27,11 +27,11 @@ SPECIAL_REGISTERS = frozenset({
     "cluster_ctaid", "cluster_nctaid", "cluster_ctarank", "cluster_nctarank", "clock", "clock_hi", "clock64",
     "globaltimer", "globaltimer_lo", "globaltimer_hi", "total_smem_size", "dynamic_smem_size", "aggr_smem_size",
 })  # fmt: skip
-"""Names after `%` that belong to the machine (PTX ISA, "Special Registers")."""
+"""Names after `%` that PTX reserves (PTX ISA, "Special Registers")."""
 
 
 class BuilderError(ValueError):
-    """A kernel author's mistake, found while the PTX is written."""
+    """A kernel author's mistake, found while the PTX is being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Special:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`[base + offset]`, or `[base, {coordinates}]` for a tensor copy. `offset` in the unit of the base."""
+    """`[base + offset]`, or `[base, {coordinates}]` for a tensor copy. `offset` is in the unit of the base."""
 
     base: Register
     offset: int = 0
@@ -86,13 +86,13 @@ class Address:
         return f"[{inner}]"
 
     def plus(self, offset: int) -> Address:
-        """The address `offset` further on."""
+        """The address `offset` units further on."""
         return Address(self.base, self.offset + offset, self.coordinates)
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A place in the code; `Builder.place` puts it there."""
+    """A position in the code; `Builder.place` sets it."""
 
     name: str
 
@@ -102,7 +102,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Elected:
-    """`_|%p`, the destination of elect.sync that drops the lane and keeps the predicate."""
+    """`_|%p`, the destination of elect.sync that discards the lane and keeps the predicate."""
 
     predicate: Register
 
@@ -111,7 +111,7 @@ class Elected:
 
 
 class Sink:
-    """`_`, a destination that drops its result."""
+    """`_`, a destination that discards the result."""
 
     def __str__(self) -> str:
         return "_"

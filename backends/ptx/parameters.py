@@ -1,11 +1,11 @@
-"""The parameters of an entry, spelt once: a dataclass declares them in PTX and fills them at the launch.
+"""The parameters of an entry, spelt once: a dataclass declares them in PTX and fills them at launch.
 
     @dataclass(frozen=True, slots=True)
     class ScaleParams(Parameters):
         y: Pointer
         n: U32
 
-`ScaleParams.declare(x)` declares and loads them, in order; `ScaleParams.arguments(n=8)` is what a launch passes.
+`ScaleParams.declare(x)` declares and loads them, in order; `ScaleParams.arguments(n=8)` gives a launch's arguments.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _MAP = "map"
 Map = Annotated[Register, _MAP]
 """A tensor map; the register holds its generic address."""
 Pointer = Annotated[Register, "u64"]
-"""The address of a tensor or workspace. It is that of the same name unless the launch names another."""
+"""The address of a tensor or workspace: the one named like the field, unless the launch names another."""
 U32 = Annotated[Register, "u32"]
 S32 = Annotated[Register, "s32"]
 F32 = Annotated[Register, "f32"]
 
 Value = TensorMapArg | str | float | None | tuple[KernelArg, ...]
-"""What a launch gives: a tensor map, the name of a tensor (None: a null pointer), a number, arguments of a nested
-dataclass."""
+"""A value in a launch: a tensor map, a tensor's name (None: a null pointer), a number, or a nested dataclass's
+arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Base of the dataclasses: each field is a Map, Pointer, U32, S32, F32 or another Parameters."""
+    """Base of the parameter dataclasses: each field is a Map, Pointer, U32, S32, F32 or another Parameters."""
 
     @classmethod
     def declare(cls, x: Builder) -> Self:
@@ -44,7 +44,7 @@ class Parameters:
     def arguments(cls, **values: Value) -> tuple[KernelArg, ...]:
         """The arguments of a launch, in the order of the fields.
 
-        Raises BuilderError for a value that no field takes and for a field other than a Pointer without a value.
+        Raises BuilderError for a value without a field, and for a field without a value unless it is a Pointer.
         """
         kinds = cls._kinds()
         unknown = values.keys() - kinds
@@ -54,7 +54,7 @@ class Parameters:
 
     @classmethod
     def _kinds(cls) -> dict[str, object]:
-        """Field -> "map", a type of PTX, or the nested dataclass."""
+        """Field -> "map", a PTX type, or the nested dataclass."""
         hints = get_type_hints(cls, include_extras=True)
         return {item.name: getattr(hints[item.name], "__metadata__", (hints[item.name],))[0] for item in fields(cls)}
 

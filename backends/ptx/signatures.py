@@ -1,7 +1,7 @@
-"""The operands that each opcode takes: with this table the builder refuses a slip before ptxas or a GPU sees it.
+"""The operands that each opcode takes: with this table the builder catches a mistake before ptxas or a GPU sees it.
 
-One line an opcode. The key is the leading dotted parts of the mnemonic; the longest match wins. The value lists the
-operands and marks the destination by `=`:
+One line per opcode. The key is the leading dotted parts of the mnemonic; the longest match wins. The value lists the
+operands and marks the destination with `=`:
 
     T        a register or immediate of the instruction's own type, its last fundamental type suffix
     W        the same, twice as wide (`mul.wide`)
@@ -12,9 +12,9 @@ operands and marks the destination by `=`:
     N:f32    the accumulators of a wgmma of shape `.m64nNk16`: N / 2 registers; A:b32 is its A operand in four registers
     X:b32    a vector of the length that `.x32`, `.x16`, ... says (tcgen05.ld and st, shape 32x32b; ldmatrix, stmatrix)
     C:f32    the four accumulators of an m16n8k16 mma; B:b32 is its second operand in two registers
-    P        a vector of narrower registers that fill the instruction's own type together (`mov` packs and unpacks)
+    P        a vector of narrower registers that together fill the instruction's own type (`mov` packs and unpacks)
     [32]     an address with a 32-bit base (shared memory, tensor memory); [64] global or generic
-    [mma]    an address in a register that is declared .b32, the only type ptxas takes for D and A in tensor memory
+    [mma]    an address in a register declared .b32, the only type ptxas takes for D and A in tensor memory
     [map]    a tensor map: a 64-bit base and as many 32-bit coordinates as `.1d` ... `.5d` says (gather4: 5)
     label, elected, imm
     ?        before an operand: it may be absent
@@ -121,14 +121,14 @@ SIGNATURES: dict[str, str] = {
     "tcgen05.mma": "[mma] b64 b64 b32 pred",
     "tcgen05.mma.cta_group::1.kind::mxf4nvf4": "[mma] b64 b64 b32 [mma] [mma] pred",
 }
-"""Operands by opcode; add the instructions that a new kernel needs."""
+"""Operands by opcode. Add a line for each instruction that a new kernel needs."""
 
 CONTAINERS = {"bf16x2": "b32", "f16x2": "b32", "f32x2": "b64", "bf16": "b16"}
 """Packed types are declared as untyped registers (PTX ISA, "Packed Data Types")."""
 
 MMA_REGISTERS = {"A": 4, "B": 2, "C": 4}
-"""A of 16 x 16 16-bit elements a warp, eight a thread (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16" and
-"Matrix Fragments for mma.m16n8k16"), B of 8 x 16, accumulators of 16 x 8."""
+"""Per warp, A is 16 x 16 16-bit elements, eight per thread (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"
+and "Matrix Fragments for mma.m16n8k16"), B is 8 x 16, and the accumulators are 16 x 8."""
 GATHERED_COORDINATES = 5
 """A column and four rows (PTX ISA, tile::gather4 mode)."""
 
@@ -197,7 +197,7 @@ class Instruction:
         return "pred" if kind == "elected" else kind
 
     def destinations(self) -> list[Register]:
-        """The registers it writes. Raises BuilderError if an operand does not fit the signature."""
+        """The registers that it writes. Raises BuilderError if an operand does not fit the signature."""
         kinds = self.signature()
         required = [kind for kind in kinds if not kind.startswith("?")]
         if not len(required) <= len(self.operands) <= len(kinds):
@@ -304,7 +304,7 @@ def _is_float(type_name: str) -> bool:
 
 
 def _untyped(wanted: str, operand: int | float) -> bool:
-    """A float immediate is a bit pattern for a .b32 operand."""
+    """Whether a float immediate gives the bit pattern of a .b32 operand."""
     return wanted == "b32" and isinstance(operand, float)
 
 

@@ -1,9 +1,9 @@
-"""Keys split over CTAs, whatever the target: how many CTAs, the part that each one has, and the kernel that combines.
+"""Split-KV for any target: how many CTAs share the keys, the part of each CTA, and the kernel that combines the parts.
 
-With few queries there are few row tiles: one sequence that decodes 64 heads of 8 KV heads has eight. So the keys of a
-row tile are spread over CTAs. A part is O in fp32, and for each row its reference and its sum, O and sum relative to
-that reference. A second kernel, of which a CTA makes one row and a thread one column, brings the parts to the greatest
-reference and adds them in the order of the keys.
+With few queries there are few row tiles: one sequence that decodes 64 heads over 8 KV heads has eight. So the keys of a
+row tile are spread over CTAs. A part is O in fp32 and, for each row, a reference and a sum; O and sum are relative to
+that reference. A second kernel rescales the parts to the greatest reference and adds them in the order of the keys.
+There a CTA handles one row and a thread one column.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from backends.ptx.shared_memory import Smem, SmemLayout
 from megamoe.contract import KernelArg, Launch, Program, Target, TensorMapArg
 
 SPLIT_KEYS = 512
-"""Keys that one CTA visits if the keys are split; a multiple of every tile. Splits begin at fixed keys, so that the
-bits of a row depend on neither batch nor heads nor window."""
+"""Keys that one CTA visits if the keys are split; a multiple of every tile. Splits begin at fixed keys, so the bits of
+a row do not depend on batch, heads or window."""
 MAX_SPLIT_QUERIES = 16
-"""Keys are split for up to so many queries a sequence. With more, the row tiles fill the machine, and partial outputs
-would cost more than they bring."""
+"""Keys are split for up to this many queries per sequence. With more, the row tiles fill the machine, and partial
+outputs would cost more than they gain."""
 F32_BYTES = 4
 STATISTICS_BYTES = 2 * F32_BYTES
 WARP = 32
 COMBINED_COLUMNS = 128
-"""Columns of a row that a CTA combines, or all where there are fewer."""
+"""Columns of a row that a CTA combines, or all columns if there are fewer."""
 REFERENCES = 4
-"""References that a lane asks for at once."""
+"""References that a lane loads at once."""
 AT_ONCE = 8
-"""Loads in flight a thread: one after the other, each would wait for the memory's whole latency."""
+"""Loads in flight per thread: one after the other, each would wait for the full memory latency."""
 
 
 def splits_of(t: int, s_k: int) -> int:
-    """The rule: CTAs that share a row tile's keys; 1, so that nothing is combined, for few keys or many queries."""
+    """The default rule: CTAs that share a row tile's keys. 1, with nothing to combine, for few keys or many queries."""
     return -(-s_k // SPLIT_KEYS) if t <= MAX_SPLIT_QUERIES else 1
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPlan:
-    """How the keys of a row tile are split: `parts` CTAs share them. Each has `part_keys`, the last one perhaps fewer.
+    """How the keys of a row tile are split: `parts` CTAs share them. Each has `part_keys`, the last one possibly fewer.
 
-    `part_keys` is None if there is one part, and nothing is combined. The bits of a row follow from it, hd and s_k.
+    `part_keys` is None if there is one part and nothing to combine. The bits of a row depend only on it, hd and s_k.
     """
 
     part_keys: int | None
@@ -55,9 +55,9 @@ class KeyPlan:
 
     @classmethod
     def of(cls, shape: FmhaShape, tile_n: int, part_keys: int | None) -> KeyPlan:
-        """The plan of a case: that of the rule, or parts of `part_keys` keys.
+        """The plan of a case: parts of `part_keys` keys, or the default rule.
 
-        ValueError unless parts of so many begin at tiles of `tile_n` keys.
+        Raises ValueError unless parts of that size begin at tiles of `tile_n` keys.
         """
         if part_keys is not None and (part_keys < 1 or part_keys % tile_n):
             raise ValueError(f"a part has {part_keys} keys; it must have a multiple of {tile_n}, the keys of a tile")
@@ -67,17 +67,17 @@ class KeyPlan:
 
 @dataclass(frozen=True, slots=True)
 class SplitFmhaParams(FmhaParams):
-    """The parameters of an attention kernel where `splits` CTAs share the keys. `o` is that of the partial outputs
-    (f32 [splits][batch * kv_heads * rows][hd]), `lse` that of the partial statistics (f32
-    [splits][batch * kv_heads * rows][2]: reference and sum)."""
+    """The parameters of an attention kernel where `splits` CTAs share the keys. `o` points to the partial outputs (f32
+    [splits][batch * kv_heads * rows][hd]), `lse` to the partial statistics (f32 [splits][batch * kv_heads * rows][2]:
+    reference and sum)."""
 
     splits: U32
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPart:
-    """The part of the keys that this CTA has. `index`: which one. `keys`: how many keys a part has. `first_row`: the
-    first row of its partial results, index * batch * kv_heads * rows (u64)."""
+    """This CTA's part of the keys. `index`: which part. `keys`: the number of keys per part. `first_row`: the first row
+    of its partial results, index * batch * kv_heads * rows (u64)."""
 
     params: SplitFmhaParams
     index: Register
@@ -86,7 +86,7 @@ class KeyPart:
 
     @classmethod
     def read(cls, x: Builder, params: SplitFmhaParams, batch: Register, keys: int) -> KeyPart:
-        """From the third index of the CTA, which comes in as `batch` and becomes the batch."""
+        """Reads the part from the CTA's third index, passed in as `batch`. That register becomes the batch."""
         x.comment("The third index of the grid: batch * splits + split.")
         index = x.let("split", "rem.u32", batch, params.splits)
         x.emit("div.u32", batch, batch, params.splits)
@@ -97,20 +97,20 @@ class KeyPart:
         return cls(params, index, keys, x.let("part", "mul.wide.u32", layers, params.axes.rows))
 
     def head_row(self, x: Builder, frame: FmhaFrame) -> Register:
-        """The number, among all partial rows, of the first one of this CTA's batch and head (u64)."""
+        """The index of this batch and head's first row among all partial rows (u64)."""
         first_row = x.let("first_row", "mul.wide.u32", frame.batch_head, frame.axes.rows)
         x.emit("add.s64", first_row, first_row, self.first_row)
         return first_row
 
     def row(self, x: Builder, frame: FmhaFrame, row: Register) -> Register:
-        """The number, among all partial rows, of the folded row `row` of this CTA's batch and head (u64)."""
+        """The index of the folded row `row` of this CTA's batch and head among all partial rows (u64)."""
         first_row = self.head_row(x, frame)
         number = x.let("row_wide", "cvt.u64.u32", row)
         x.emit("add.s64", number, number, first_row)
         return number
 
     def clip(self, x: Builder, first: Register, end: Register) -> None:
-        """Cuts the visible keys [first, end) to this part."""
+        """Clips the visible keys [first, end) to this part."""
         split_first = x.let("split_first", "mul.lo.u32", self.index, self.keys)
         split_end = x.let("split_end", "add.u32", split_first, self.keys)
         x.emit("max.s32", first, first, split_first)
@@ -126,12 +126,12 @@ class KeyPart:
 
 
 def partial_arguments(shape: FmhaShape, maps: Mapping[str, TensorMapArg], splits: int) -> tuple[KernelArg, ...]:
-    """What a launch passes for SplitFmhaParams. `maps`: q, k and v."""
+    """The launch arguments for SplitFmhaParams. `maps`: q, k and v."""
     return SplitFmhaParams.arguments(**maps, o="partial_o", lse="partial_statistics", axes=shape.axes(), splits=splits)
 
 
 def split_program(target: Target, ptx: str, attention: Launch, shape: FmhaShape, splits: int) -> Program:
-    """`attention`, which writes `splits` parts, then the kernel that combines them. `ptx` has both."""
+    """The program of `attention`, which writes `splits` parts, and the kernel that combines them. `ptx` has both."""
     rows = shape.batch * shape.kv_heads * shape.rows
     combine = Launch(
         entry=combine_name(shape.hd),
@@ -149,7 +149,7 @@ def split_program(target: Target, ptx: str, attention: Launch, shape: FmhaShape,
 
 @dataclass(frozen=True, slots=True)
 class CombineParams(Parameters):
-    """`lse` is null when it is not wanted."""
+    """Parameters of the combining kernel. `lse` is null when it is not wanted."""
 
     partial_o: Pointer
     partial_statistics: Pointer
@@ -159,22 +159,22 @@ class CombineParams(Parameters):
 
 
 def combine_name(hd: int) -> str:
-    """The entry of the kernel for one hd."""
+    """The entry name of the kernel for one hd."""
     return f"fmha_combine_hd{hd}"
 
 
 def combine_columns(hd: int) -> int:
-    """Columns of a row that a CTA of the kernel for one hd combines, and its threads."""
+    """Columns of a row that a CTA of the kernel for one hd combines, and also its number of threads."""
     return min(hd, COMBINED_COLUMNS)
 
 
 WEIGHTS_BYTES = WARP * STATISTICS_BYTES
 COMBINE_SMEM = SmemLayout().with_place("weights", 2 * WEIGHTS_BYTES, 2 * WEIGHTS_BYTES)
-"""Weight and row sum of WARP parts, and of the WARP parts before them, which some warps may still read."""
+"""Weight and row sum of WARP parts, double-buffered: some warps may still read the previous WARP parts."""
 
 
 def combine_kernel(hd: int, target: Target, version: tuple[int, int]) -> Builder:
-    """Grid: rows, and the pieces of COMBINED_COLUMNS columns of a row. A thread has a column."""
+    """The combining kernel. Grid: (rows, column blocks of up to COMBINED_COLUMNS). Each thread has one column."""
     block = combine_columns(hd)
     x = Builder(combine_name(hd), target=target, version=version, block=block)
     x.header([f"Combines the parts of a row of O, hd = {hd}: a CTA has {block} columns of it, a thread one."])
@@ -232,7 +232,7 @@ class _Strided:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """The row sum and this thread's element of O, relative to -`shift`, the greatest reference."""
+    """The row sum and this thread's element of O, relative to the greatest reference, which is -`shift`."""
 
     total: Register
     value: Register
@@ -241,7 +241,7 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of this thread's element, `splits` of them, the last one `last`."""
+    """The `splits` parts of this thread's element; `last` is the index of the last one."""
 
     x: Builder
     thread: Register
@@ -253,7 +253,7 @@ class _Parts:
     statistics: _Strided
 
     def clipped(self, first: Register, offset: int) -> Register:
-        """Part `first` + `offset`, or the last one if there are not so many."""
+        """Part `first` + `offset`, clamped to the last one."""
         x = self.x
         part = x.let("part", "add.u32", first, offset)
         x.emit("min.u32", part, part, self.last)
@@ -261,14 +261,14 @@ class _Parts:
 
     @contextmanager
     def some(self, name: str, first: Register, offset: int) -> Iterator[None]:
-        """Runs the body if there is a part `first` + `offset`; for the first of all there is."""
+        """Runs the body if part `first` + `offset` exists."""
         x = self.x
         there = x.let("some", "setp.lt.u32", x.let("some_part", "add.u32", first, offset), self.splits)
         with x.when(there, name):
             yield
 
     def ask(self, values: Vector, first: Register) -> None:
-        """Loads this thread's element of the WARP parts from `first` on, AT_ONCE at a time while there are any."""
+        """Loads this thread's element of the WARP parts from `first` on, AT_ONCE at a time, as far as they exist."""
         for start in range(0, WARP, AT_ONCE):
             with self.some("ask", first, start):
                 for k in range(start, start + AT_ONCE):
@@ -276,7 +276,7 @@ class _Parts:
 
 
 def _shift(parts: _Parts) -> Register:
-    """What to add to a reference: minus the greatest one, or 0 where no part has seen a key."""
+    """What to add to a reference: minus the greatest one, or 0 if no part has seen a key."""
     x = parts.x
     x.section("the greatest reference")
     most = x.let("most", "mov.f32", MINUS_INFINITY)
@@ -296,7 +296,7 @@ def _shift(parts: _Parts) -> Register:
 
 
 def _sums(parts: _Parts, first: Register, values: Vector, shift: Register) -> _Sums:
-    """The sums in the order of the keys. A lane of warp 0 weighs one of WARP parts; `values`: of the first of them."""
+    """Sums in the order of the keys. Lanes of warp 0 weigh one of WARP parts each. `values`: the first WARP parts."""
     x = parts.x
     x.section("the sums")
     total, value = x.let("total", "mov.f32", 0.0), x.let("value", "mov.f32", 0.0)
@@ -334,7 +334,7 @@ def _sums(parts: _Parts, first: Register, values: Vector, shift: Register) -> _S
 
 
 def _store(x: Builder, params: CombineParams, element: _Element, sums: _Sums) -> None:
-    """O / sum as bf16, and in one thread of the row its lse."""
+    """Stores O / sum as bf16; one thread of the row also stores its lse."""
     x.section("O / sum, and lse")
     o, lse = params.o, params.lse
     x.emit("mul.rn.f32", sums.value, sums.value, inverse_of(x, sums.total))

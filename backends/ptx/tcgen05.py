@@ -1,6 +1,6 @@
-"""What the tcgen05 kernels share: setting up and giving back tensor memory, its addresses, and the ring of stages.
+"""Shared by the tcgen05 kernels: allocating and freeing tensor memory, its addresses, and the ring of stages.
 
-All use `cta_group::1`, allocate the whole tensor memory, and have one warp that issues MMAs and one that loads.
+All use `cta_group::1`, allocate all of tensor memory, and have one warp that issues MMAs and one that loads.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from backends.ptx.shared_memory import Smem, SmemLayout
 
 TMEM_COLUMNS = 512
 LANE_QUARTER_SHIFT = 21
-"""Warp w of a warpgroup reaches lanes 32 w to 32 w + 31; the lane is in bits 31..16 of an address (facts.md 1)."""
+"""Warp w of a warpgroup can access lanes 32 w to 32 w + 31; bits 31..16 of an address hold the lane (facts.md 1)."""
 TMEM_BASE = "tmem_base"
 
 
 def with_tmem_base(layout: SmemLayout) -> SmemLayout:
-    """`layout` with the word that tcgen05.alloc writes."""
+    """`layout` plus the word that tcgen05.alloc writes."""
     return layout.with_place(TMEM_BASE, 4, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class WarpRoles:
-    """`mma` issues MMAs and owns tensor memory, `producer` loads."""
+    """Warp indices: `mma` issues MMAs and owns tensor memory, `producer` loads."""
 
     mma: int
     producer: int
@@ -33,7 +33,7 @@ class WarpRoles:
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """Indices in the CTA: of the thread and of its warp."""
+    """The thread's index in the CTA, and its warp's."""
 
     thread: Register
     warp: Register
@@ -53,7 +53,7 @@ def set_up(smem: Smem, threads: Threads, roles: WarpRoles, maps: Sequence[Regist
 
 
 def meet(smem: Smem) -> Register:
-    """All threads meet after `set_up`; the address of tensor memory."""
+    """CTA barrier after `set_up`; returns the address of tensor memory."""
     x = smem.x
     x.before_thread_sync()
     x.sync_cta()
@@ -62,7 +62,7 @@ def meet(smem: Smem) -> Register:
 
 
 def tear_down(x: Builder, threads: Threads, roles: WarpRoles, tmem: Register, note: str = "") -> None:
-    """All threads meet, the MMA warp gives tensor memory back, and the kernel returns. `note` is the meeting's."""
+    """All threads meet, the MMA warp frees tensor memory, and the kernel returns. `note` annotates the barrier."""
     x.section("the end")
     x.before_thread_sync()
     x.sync_cta(note)
@@ -74,22 +74,22 @@ def tear_down(x: Builder, threads: Threads, roles: WarpRoles, tmem: Register, no
 
 
 def tmem_address(x: Builder, name: str, base: Register, index: Register | int, stride: int) -> Register:
-    """The tensor memory address `base + index * stride`, in the .b32 register that tcgen05.mma insists on."""
+    """The tensor memory address `base + index * stride`, in the .b32 register that tcgen05.mma requires."""
     address = x.reg(name, "b32")
     x.emit("mad.lo.u32", address, index, stride, base)
     return address
 
 
 def lanes_of_warp(x: Builder, name: str, tmem: Register, warp: Register, quarter: str) -> Register:
-    """The tensor memory address of the lanes that `warp` of a warpgroup reaches; `quarter` names its lane field."""
+    """The tensor memory address of the lanes that `warp` of a warpgroup can access; `quarter` names its lane field."""
     return x.let(name, "add.u32", tmem, x.let(quarter, "shl.b32", warp, LANE_QUARTER_SHIFT))
 
 
 def smem_descriptor(*, stride_bytes: int, leading_bytes: int = 0, swizzle_128b: bool = True) -> int:
     """The matrix descriptor of an operand in shared memory, without its start address (facts.md 3).
 
-    `stride_bytes` lie between groups of eight rows; `leading_bytes` between panels of an MN-major operand, and between
-    columns of 16 bytes where nothing is swizzled.
+    `stride_bytes` is the distance between groups of eight rows. `leading_bytes` is the distance between panels of an
+    MN-major operand, or between 16-byte columns without a swizzle.
     """
     version = 1
     return leading_bytes // 16 << 16 | stride_bytes // 16 << 32 | version << 46 | 2 * swizzle_128b << 61
@@ -97,7 +97,7 @@ def smem_descriptor(*, stride_bytes: int, leading_bytes: int = 0, swizzle_128b: 
 
 @dataclass(frozen=True, slots=True)
 class RingCursor:
-    """Where one role stands in a ring of shared memory stages: the stage, and the parity of the current lap."""
+    """One role's position in a ring of shared memory stages: the stage, and the parity of the current lap."""
 
     smem: Smem
     stages: int
@@ -107,19 +107,19 @@ class RingCursor:
 
     @classmethod
     def start(cls, smem: Smem, stages: int, role: str, *, parity: int, stage: int = 0) -> RingCursor:
-        """At `stage`. `parity` is 1 for a role that finds every stage of the first lap empty, 0 for one that waits
-        until a stage is full."""
+        """A cursor at `stage`. `parity` is 1 for a role that finds every stage of the first lap empty, 0 for one that
+        waits until a stage is full."""
         x = smem.x
         at_stage = x.let(f"{role}_stage", "mov.b32", stage)
         lap = x.let(f"{role}_parity", "mov.b32", parity)
         return cls(smem, stages, at_stage, lap, x.reg(f"{role}_wrapped", "pred"))
 
     def barrier(self, name: str) -> Address:
-        """This stage's mbarrier of the row `name`."""
+        """This stage's mbarrier in the row `name`."""
         return self.smem.mbarrier(name, self.stage)
 
     def wait(self, name: str, label: str = "") -> None:
-        """Blocks on this stage's mbarrier of the row `name`."""
+        """Blocks on this stage's mbarrier in the row `name`."""
         self.smem.x.wait(self.barrier(name), self.parity, label or name)
 
     def data(self, place: str, stage_bytes: int, label: str = "") -> Register:
@@ -130,7 +130,7 @@ class RingCursor:
         return address
 
     def advance(self) -> None:
-        """On to the next stage; the parity flips at the end of a lap."""
+        """Moves to the next stage; the parity flips at the end of a lap."""
         x = self.smem.x
         x.emit("add.u32", self.stage, self.stage, 1)
         x.emit("setp.eq.u32", self.wrapped, self.stage, self.stages)
@@ -138,7 +138,7 @@ class RingCursor:
         x.emit("xor.b32", self.parity, self.parity, 1, guard=self.wrapped)
 
     def drain(self) -> None:
-        """The producer waits until every stage is empty."""
+        """Makes the producer wait until every stage is empty."""
         x = self.smem.x
         x.comment("The last arrivals on ring_empty must not find the CTA gone.")
         drained, all_drained = x.let("drained", "mov.b32", 0), x.reg("all_drained", "pred")

@@ -1,1 +1,1 @@
-"""Tests of the PTX virtual machine, a folder a room of backends/vm."""
+"""Tests of the PTX virtual machine, one folder per room of backends/vm."""

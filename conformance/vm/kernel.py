@@ -1,11 +1,11 @@
-"""Little kernels in the VM: `run_ptx` for a few instructions a thread, `Kernel` for whole kernels.
+"""Small kernels in the VM: `run_ptx` for a few instructions per thread, `Kernel` for whole kernels.
 
     run_ptx("add.f32 %d, %a, %b;", {"a": x, "b": y}, {"d": np.float32})["d"]
     Kernel("... ret;", {"x": x, "out": zeros}, block=(128, 1, 1)).run("lazy")
 
 `assert_clean` runs a correct kernel under every schedule; `assert_blamed` expects a planted fault on the line that ends
 in `//!`. The pieces below (`wait`, `init`, `tmem_alloc`, ...) are PTX that many kernels share. `copy_kernel` and
-tensor_kernel.py have ready kernels of TMA and tcgen05 whose stages a test replaces.
+tensor_kernel.py provide TMA and tcgen05 kernels whose stages a test can replace.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Kernel:
 
     Buffer `x` has its address in the 64-bit register `%x`, tensor map `m` its generic address in `%m`. `registers`
     declares %r0..%r47, %rd0..%rd23, %f0..%f15, %h0..%h7 and %p0..%p15; %tx, %warp, %lane and %cta hold %tid.x, the
-    warp's number, the lane and %ctaid.x. `module` stands before the entries. Each run copies `buffers`; those named in
-    `inputs` are read-only, those in `unwritten` are workspaces: what the kernel has not stored there means nothing.
-    Those in `outputs` begin so, too, and what is left there is the result.
+    warp's number, the lane and %ctaid.x. `module` is text before the entries. Each run copies `buffers`. Those in
+    `inputs` are read-only. Those in `unwritten` are workspaces: a byte that the kernel has not stored is undefined.
+    Those in `outputs` start undefined too, and their final content is the result.
 
-    `kernel` is launched `launches` times. `others` holds the bodies of further entries with the same parameters;
-    `sequence`, if any, says which entries to launch, each with whether it is a dependent launch. `directives`, such as
-    `.maxnreg 64`, stand behind the parameters of each entry.
+    `kernel` is launched `launches` times. `others` holds the bodies of further entries with the same parameters.
+    `sequence`, if given, lists the entries to launch, each with whether it is a dependent launch. `directives`, such as
+    `.maxnreg 64`, follow the parameters of each entry.
     """
 
     body: str
@@ -88,7 +88,7 @@ class Kernel:
 
     @property
     def ptx(self) -> str:
-        """The module's text. The body begins on a new line, so the marked line can be found."""
+        """The module's text. The body begins on a new line, so that the marked line can be found."""
         params = [f".param .u64 p_{name}" for name in self.buffers]
         params += [f".param .align 64 .b8 p_{name}[128]" for name in self.maps]
         names = [*self.buffers, *self.maps]
@@ -147,7 +147,7 @@ class Kernel:
 
 
 def assert_blamed(kernel: Kernel, rule: str, *clauses: str, schedules: Sequence[str] = EVERY_SCHEDULE) -> None:
-    """Every schedule blames the marked line for breaking `rule`, in a sentence that holds every clause."""
+    """Every schedule blames the marked line for breaking `rule`, in a sentence that contains every clause."""
     for schedule in schedules:
         fault = _fault_of(kernel, schedule)
         assert fault is not None, f"{schedule}: no fault was found; [{rule}] was planted"
@@ -182,25 +182,25 @@ def assert_clean(kernel: Kernel, expected: Mapping[str, npt.ArrayLike], schedule
 _labels = itertools.count()
 
 ELECT = "elect.sync _|%p15, 0xffffffff;"
-"""%p15: this lane is the leader of its warp."""
+"""%p15 is true in the lane that leads its warp."""
 FENCE = "fence.proxy.async.shared::cta;"
 SYNC = "bar.sync 0;"
 
 
 def wait(mbarrier: str, parity: str | int) -> str:
-    """Loop on try_wait.parity until the phase of `parity` is over."""
+    """Loops on try_wait.parity until the phase of `parity` has completed."""
     label = f"WAIT_{next(_labels)}"
     return f"{label}: mbarrier.try_wait.parity.shared::cta.b64 %p14, [{mbarrier}], {parity};\n@!%p14 bra {label};"
 
 
 def init(*mbarriers: str, count: int = 1) -> str:
-    """Thread 0 initialises the mbarriers; a barrier makes them known to the CTA."""
+    """Thread 0 initialises the mbarriers; a barrier publishes them to the CTA."""
     lines = [f"@%p13 mbarrier.init.shared::cta.b64 [{name}], {count};" for name in mbarriers]
     return "\n".join(["setp.eq.u32 %p13, %tx, 0;", *lines, "fence.mbarrier_init.release.cluster;", SYNC])
 
 
 def tmem_alloc(columns: int = 32) -> str:
-    """Warp 0 allocates; %r40 holds the address in every thread. Needs `.shared .align 4 .b32 taddr`."""
+    """Warp 0 allocates; every thread gets the address in %r40. Needs `.shared .align 4 .b32 taddr`."""
     return f"""setp.eq.u32 %p12, %warp, 0;
 @%p12 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [taddr], {columns};
 {SYNC}
@@ -208,7 +208,7 @@ ld.shared.u32 %r40, [taddr];"""
 
 
 def tmem_free(columns: int = 32) -> str:
-    """After a barrier, warp 0 gives the columns back."""
+    """After a barrier, warp 0 frees the columns."""
     return f"""{SYNC}
 @%p12 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r40, {columns};"""
 
@@ -219,7 +219,7 @@ def f16_idesc(m: int, n: int, *, d_f32: bool = True, bf16: bool = False, extra: 
 
 
 def replaced(stages: Mapping[str, str], changes: Mapping[str, str] | None) -> dict[str, str]:
-    """The stages, some of them replaced by `changes`."""
+    """The stages, with some of them replaced by `changes`."""
     unknown = set(changes or {}) - set(stages)
     assert not unknown, f"the kernel has no stages {sorted(unknown)}; it has {', '.join(stages)}"
     return {**stages, **(changes or {})}
@@ -235,17 +235,17 @@ def run_ptx(
     threads: int | None = None,
     machine: Machine | None = None,
 ) -> dict[str, npt.NDArray[_Scalar]]:
-    """Runs `body` in every thread, one value of each array a thread; returns one array [threads] for each output.
+    """Runs `body` in every thread, one value of each array per thread; returns one array [threads] per output.
 
     Register `%name` holds the thread's element of input `name` when the body begins; output `name` is read from `%name`
     when the body ends. Registers are as wide as the array's dtype (bool: a predicate; 8-bit: a 16-bit register). A name
     in both starts with the input; this shows that inactive lanes keep their value. A name only in `outputs` begins
     unwritten, and the machine checks that the body writes it.
 
-    Every thread gets a scalar input. `declare` holds further declarations (`.reg`, `.shared`). Fewer values than a warp
-    make one block of as many threads. More make blocks of up to `block` threads, in whole warps; the last value fills
-    up the last block. Give `threads` if no input is an array. Raises what the machine raises; ValueError for arrays of
-    unlike sizes.
+    A scalar input goes to every thread. `declare` holds further declarations (`.reg`, `.shared`). Fewer values than a
+    warp make one block with as many threads. More make blocks of up to `block` threads, in whole warps; the last value
+    pads the last block. Pass `threads` if no input is an array. Raises what the machine raises, and ValueError for
+    arrays of different sizes.
     """
     values = {name: np.asarray(value) for name, value in inputs.items()}
     count = _thread_count(values, threads)
@@ -262,7 +262,7 @@ def run_ptx(
 
 
 def lanes_of(mask: int) -> npt.NDArray[np.bool_]:
-    """The 32 bits of `mask` as a predicate for each lane: bool [32]."""
+    """The 32 bits of `mask` as one predicate per lane: bool [32]."""
     return (mask >> np.arange(32) & 1).astype(np.bool_)
 
 

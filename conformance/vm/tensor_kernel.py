@@ -1,7 +1,7 @@
-"""Three tcgen05 kernels of 128 threads a CTA.
+"""Three tcgen05 kernels with 128 threads per CTA.
 
 - `mma_kernel`: one f16 MMA in stages (allocate, fill, publish, issue, wait, read, free). A test replaces stages.
-- `tmem_kernel`: fills tensor memory cell by cell, does one thing to it and writes all of it out.
+- `tmem_kernel`: fills tensor memory cell by cell, performs one action on it and writes all of it out.
 - `run_tensor`: runs given instructions on given shared memory, in one CTA or a pair, and returns all of D.
 """
 
@@ -26,7 +26,7 @@ COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 
 _REGISTERS = "{" + ",".join(f"%r{index}" for index in range(16)) + "}"
 LOAD = f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {_REGISTERS}, [%r44];"
 STORE = f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r44], {_REGISTERS};"
-"""The mirror image of LOAD: registers 0..15 to the same 16 columns."""
+"""The inverse of LOAD: registers 0..15 to the same 16 columns."""
 
 STAGES: dict[str, str] = {
     "declare": """.shared .align 1024 .b8 a[4096]; .shared .align 1024 .b8 b[512];
@@ -89,7 +89,7 @@ tcgen05.wait::ld.sync.aligned;"""
 
 
 def tmem_kernel(action: str, buffers: dict[str, Array], declare: str = "", *, dump: bool = True) -> Kernel:
-    """`%r44` is the address of each warp's first lane when `action` begins; buffer `cells` then gets all cells."""
+    """`%r44` is the address of each warp's first lane when `action` begins; `cells` gets all cells afterwards."""
     body = "\n".join(
         [
             declare,
@@ -198,18 +198,18 @@ def run_tensor(
 
 
 def core_matrices(rows: Bytes) -> Bytes:
-    """Operand rows uint8 [n, bytes] without swizzle, K-major: 8 x 16-byte core matrices, along k side by side."""
+    """Operand rows uint8 [n, bytes] without swizzle, K-major: 8 x 16-byte core matrices, contiguous along k."""
     n, width = rows.shape
     return np.ascontiguousarray(rows.reshape(n // 8, 8, width // 16, 16).transpose(0, 2, 1, 3)).reshape(-1)
 
 
 def descriptor(offset: int, width: int = 32) -> str:
-    """The matrix descriptor of core matrices at `offset`, rows of `width` bytes: LBO 128, SBO 8 rows further."""
+    """The matrix descriptor of core matrices at `offset`, rows of `width` bytes: LBO 128, SBO the size of 8 rows."""
     return hex((BASE + offset) >> 4 | (128 >> 4) << 16 | (8 * width >> 4) << 32 | 1 << 46)
 
 
 class Image:
-    """Shared memory put together piece by piece."""
+    """Shared memory assembled piece by piece."""
 
     def __init__(self) -> None:
         self._pieces: list[Bytes] = []

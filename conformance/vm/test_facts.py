@@ -1,4 +1,4 @@
-"""facts.md and its citations: each citation names a section, each section is cited and says how it is known."""
+"""facts.md and its citations: each citation names a section, and each section is cited and says how it is known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sections(text: str) -> dict[str, str]:
 
 
 def cited(text: str) -> set[str]:
-    """Sections that a source text cites: `facts.md 1 and 2.3`, `facts.md 6.4, 7.2`."""
+    """Sections that a source text cites, such as `facts.md 1 and 2.3` or `facts.md 6.4, 7.2`."""
     found: set[str] = set()
     for run in re.findall(r"facts\.md (\d(?:\.\d)?(?:(?:, | and )\d(?:\.\d)?)*)", text):
         found.update(re.findall(r"\d(?:\.\d)?", run))

@@ -1,4 +1,4 @@
-"""Runs that collect: what is a finding of which grade, what is none, and that a run goes on as if the order held."""
+"""Runs that collect findings: their grades, what is no finding, and that the run continues as if in order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ZEROS = f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r44], {{{', '.join(16 * ['%r1
 
 
 def collected(kernel: Kernel, schedule: str = "eager") -> tuple[list[Fault], dict[str, np.ndarray]]:
-    """What a run finds, and the buffers that it leaves."""
+    """The findings of a run, and the buffers after it."""
     machine = Machine(schedule, step_budget=kernel.step_budget)
     machine.findings = Findings()
     data = kernel.launch(machine)
@@ -52,7 +52,7 @@ def slugs(found: Sequence[Fault]) -> list[str]:
 
 
 def refilled(fence: str) -> Kernel:
-    """Threads read a stage, meet, and a TMA load fills it again."""
+    """Threads read a stage, meet at a barrier, and a TMA load refills it."""
     again = f"""ld.shared.u32 %r1, [%r42];
 {fence}
 bar.sync 1;
@@ -64,7 +64,7 @@ REFILLED: {wait("other", 0)}"""
 
 
 def landed_on_the_address(fence: str) -> Kernel:
-    """A TMA load lands where tcgen05.alloc wrote its word."""
+    """A TMA load overwrites the word where tcgen05.alloc wrote its address."""
     held = f"""{COPY_STAGES["addresses"]}
 setp.ge.u32 %p1, %tx, 32;
 @%p1 bra FREED;
@@ -77,7 +77,7 @@ FREED: bar.sync 1;"""
 
 
 def copied_to_smem(fence: str) -> Kernel:
-    """The operands of an MMA come by cp.async."""
+    """The operands of an MMA arrive by cp.async."""
     fill = """mul.wide.u32 %rd2, %tx, 16; add.u64 %rd2, %rd2, %ones;
 add.u32 %r17, %r41, %r45; cp.async.ca.shared.global [%r17], [%rd2], 16;
 cp.async.ca.shared.global [%r17+2048], [%rd2], 16;
@@ -94,7 +94,7 @@ def initialised_by_all(counts: str) -> Kernel:
 
 
 def accumulating(before: str, after: str) -> Kernel:
-    """Threads clear an accumulator, meet, and an MMA adds to it."""
+    """Threads clear an accumulator, meet at a barrier, and an MMA adds to it."""
     clear = f"mov.b32 %r18, 0;\n{ZEROS}\ntcgen05.wait::st.sync.aligned;\n{before}\n{FENCE}\n{SYNC}"
     issue = {"before": f"{after}\nsetp.ne.u32 %p3, %tx, 0; setp.eq.u32 %p1, 0, 0;\n@%p3 bra ISSUED;"}
     return mma_kernel({"publish": clear, "wait": f"{wait('mbar', 0)}\n{AFTER}", **issue})
@@ -105,7 +105,7 @@ FROM_TMEM = MMA.replace("%rd10", "[%r47]")
 
 
 def copied_over(between: str) -> Kernel:
-    """tcgen05.cp into what an earlier MMA reads."""
+    """tcgen05.cp into operands that an earlier MMA reads."""
     setup = f"{init('mbar', 'other')}\n{tmem_alloc(32)}\nadd.u32 %r47, %r40, 16;"
     issue = f"{COPY}\n{FROM_TMEM}\n{between}\n{COPY}\n{FROM_TMEM}\n{COMMIT}"
     return mma_kernel({"setup": setup, "issue": issue, "wait": f"{wait('mbar', 0)}\n{AFTER}"})
@@ -122,7 +122,7 @@ def lanes(address: str) -> Kernel:
 
 
 def block_scaled(idesc: int) -> Kernel:
-    """A product of fp4 whose scale factors, all ones, threads store."""
+    """A product of fp4 whose scale factors, all ones, are stored by threads."""
     scales = "mov.b32 %r18, 0x7f7f7f7f; add.u32 %r47, %r44, 16;\n" + ZEROS.replace("[%r44]", "[%r47]")
     fill = f"{STAGES['fill']}\n{scales}\ntcgen05.wait::st.sync.aligned;\n{BEFORE}"
     mma = f"tcgen05.mma.cta_group::1.kind::mxf4.block_scale [%r40], %rd10, %rd11, {idesc}, [%r47], [%r47], %p1;"
@@ -134,14 +134,14 @@ FP4 = 1 << 7 | 1 << 10 | 16 >> 3 << 17 | 1 << 23 | 128 >> 7 << 27
 
 
 def accumulated_over(between: str) -> Kernel:
-    """An MMA into what an earlier MMA reads as A."""
+    """An MMA into the operand A of an earlier MMA."""
     kernel = copied_over(between)
     over = MMA.replace("[%r40]", "[%r47]")
     return replace(kernel, body=kernel.body.replace(f"{between}\n{COPY}\n{FROM_TMEM}", f"{between}\n{over}"))
 
 
 def multiplied(before: str, behind: str) -> Kernel:
-    """A wgmma whose accumulator threads clear. The wgmma.fence stands before that, or behind it."""
+    """A wgmma whose accumulator is cleared by threads. The wgmma.fence comes before the clearing or after it."""
     ones = " ".join(f"mov.b32 %r{i}, 0x3c003c00;" for i in range(5))
     clear = " ".join(f"mov.f32 %f{i}, 0f00000000;" for i in range(4))
     body = f""".shared .align 1024 .b8 b[512]; mov.u32 %r41, b; mad.lo.u32 %r17, %tx, 4, %r41; {ones}
@@ -156,7 +156,7 @@ mul.wide.u32 %rd1, %tx, 4; add.u64 %rd1, %rd1, %out; st.global.f32 [%rd1], %f0; 
 
 
 def exchanged(between: str) -> Kernel:
-    """Each lane reads what its neighbour stored, and lane 0 copies it all to global memory."""
+    """Each lane reads what its neighbour stored, and lane 0 copies everything to global memory."""
     body = f""".shared .align 16 .b8 cells[128]; mov.u32 %r41, cells; mad.lo.u32 %r17, %lane, 4, %r41;
 st.shared.u32 [%r17], %lane; {FENCE}
 {between}
@@ -179,7 +179,7 @@ def handed_over(
     arrival: str, *, count: int = 1, store: str = ST, until: str = "", take: str = "ld.shared.u32 %r1, [%r17];",
     behind: str = "",
 ) -> Kernel:  # fmt: skip
-    """Lanes of warp 0 store and arrive at an mbarrier; warp 1 waits for it, or `until`, and reads what they stored."""
+    """Lanes of warp 0 store and arrive at an mbarrier. Warp 1 waits for it, or runs `until`, and reads the values."""
     body = f""".shared .align 16 .b8 cells[128]; .shared .align 8 .b64 mbar; mov.u32 %r41, cells;
 {init("mbar", count=count)}
 mad.lo.u32 %r17, %lane, 4, %r41; and.b32 %r18, %lane, 7; mad.lo.u32 %r18, %r18, 16, %r41;
@@ -202,8 +202,8 @@ ONE_ACQUIRES = f"setp.ne.u32 %p3, %lane, 0; @%p3 bra TOLD; {ALL_ACQUIRE} TOLD:"
 
 
 def told(release: str, acquire: str, *, take: str = "ld.global.u32 %r1, [%rd1];", apart: bool = True) -> Kernel:
-    """Lanes of one warp store to global memory and release a flag; another warp, of another CTA if `apart`, acquires
-    it and reads what they stored."""
+    """Lanes of one warp store to global memory and release a flag. Another warp, in another CTA if `apart`, acquires
+    the flag and reads the stored values."""
     body = f"""mov.u32 %r2, {"%ctaid.x" if apart else "%warp"}; mul.wide.u32 %rd1, %lane, 4; add.u64 %rd1, %rd1, %cells;
 setp.ne.u32 %p2, %r2, 0; @%p2 bra READER;
 st.global.u32 [%rd1], %lane;
@@ -239,11 +239,11 @@ GRADED = {
         Kernel("mov.b32 %r1, 3; rem.u32 %r2, %tx, %r1; ret;"),
     ),
 }
-"""By rule that is no error: a kernel that breaks it and a mended one. Each computes what it should."""
+"""For each rule that is no error: a kernel that breaks it, and a fixed one. Both compute the right result."""
 
 
 def test_the_word_that_an_allocation_wrote_is_overwritten_as_what_was_read_is() -> None:
-    """Triton's kernels load over it behind a barrier alone."""
+    """Triton's kernels load over it after only a barrier."""
     for fence, rules in (("", {"unfenced-overwrite"}), (FENCE, set[str]())):
         found, _ = collected(landed_on_the_address(fence), SCHEDULES[0])
         assert set(slugs(found)) == rules, f"with {fence or 'no fence'}: {list(map(str, found))}"
@@ -274,7 +274,7 @@ def test_a_judged_row_fails_on_it_unless_only_collectors_are_told(rule: str) -> 
 
 @pytest.mark.parametrize("rule", COUNTERS)
 def test_a_judged_row_counts_what_it_does_not_fail_on(rule: str) -> None:
-    """The gate holds the count: the mended kernel has none."""
+    """The gate tracks the count, and the fixed kernel has none."""
     counted: list[int] = []
     for kernel in GRADED[rule]:
         machine = Machine("eager")
@@ -300,7 +300,7 @@ def test_both_tcgen05_fences_are_asked_for() -> None:
 
 
 def test_a_warp_needs_no_fence_behind_itself() -> None:
-    """Cells that the issuing warp itself has written: only those of other warps need the fences."""
+    """Only cells written by other warps need the fences, not those of the issuing warp."""
     found, _ = collected(accumulating("", ""))
     assert slugs(found) == ["missing-tcgen05-fence"]
     assert found[0].other is not None
@@ -316,7 +316,7 @@ def test_a_lane_that_copies_alone_waits_for_the_other_lanes() -> None:
 
 
 def test_an_arrival_of_one_lane_releases_what_the_others_stored_before_they_met() -> None:
-    """compute-sanitizer's racecheck takes the mended kernel for the broken one (docs/compute-sanitizer.md)."""
+    """compute-sanitizer's racecheck takes the fixed kernel for the broken one (docs/compute-sanitizer.md)."""
     for schedule in SCHEDULES:
         found, data = collected(handed_over(ONE_ARRIVES), schedule)
         assert slugs(found) == ["lanes-unordered"], f"{schedule}: planted, found {list(map(str, found))}"
@@ -356,8 +356,7 @@ def test_what_releases_all_that_is_read_is_no_finding() -> None:
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_flags_in_global_memory_order_lanes_behind_their_warp_barriers_alone(apart: bool) -> None:
-    """On both sides of a flag: the lanes that have stored meet the one that releases, and the one that acquires meets
-    those that read."""
+    """On both sides of a flag, the lanes that store or read meet the lane that releases or acquires."""
     released, acquired = f"{LANES_MEET} {ONE_RELEASES}", f"{ONE_ACQUIRES} {LANES_MEET}"
     fenced, relaxed = "fence.acq_rel.gpu;", "st.relaxed.gpu.global.u32 [%flag], 1;"
     by_fence = f"setp.ne.u32 %p3, %lane, 0; @%p3 bra END; {fenced} {relaxed}"
@@ -568,7 +567,7 @@ END: ret;"""
     assert not collected(Kernel(body.replace("FENCE", FENCE), out))[0]
 
 
-# One finding a site, and the run goes on
+# One finding per site, and the run goes on
 
 
 RACES = f""".shared .align 4 .b8 cell[128]; .shared .align 4 .b8 more[128];
@@ -583,7 +582,7 @@ st.shared.u32 [%r3], %r4;
 MEET: {SYNC}
 mul.wide.u32 %rd1, %tx, 4; add.u64 %rd1, %rd1, %out; st.relaxed.gpu.global.u32 [%rd1], %lane;
 ret;"""
-"""Two warps write unlike values to two places, in every CTA; then all threads store."""
+"""In every CTA, two warps write different values to two places; then all threads store."""
 
 
 def test_two_faults_are_two_findings_however_often_they_are_met() -> None:
@@ -617,7 +616,7 @@ END: ret;"""
 
 
 def test_a_missing_order_is_kept_by_the_run() -> None:
-    """A copy that nobody waits for has ended when its destination is read, under every schedule."""
+    """A copy that nobody waits for has completed when its destination is read, under every schedule."""
     unawaited = copy_kernel({"wait": SYNC, "drain": "cp.async.bulk.wait_group 0;"})
     unstored = copy_kernel({"drain": ""})
     for schedule in SCHEDULES:
@@ -646,7 +645,7 @@ def test_without_a_collector_the_first_fault_ends_the_launch() -> None:
         assert caught.value.rule == rule, "a judged row is held to errors and to portability"
 
 
-# Not findings at all
+# Not findings
 
 
 def test_threads_that_write_what_is_already_written_do_not_race() -> None:
@@ -678,7 +677,7 @@ ret;"""
 
 
 def test_the_end_of_a_try_cancel_carries_order() -> None:
-    """What came before the issue comes before the end, and so before whoever waits for it (PTX ISA 8.9.4)."""
+    """What precedes the issue also precedes the completion, and so the threads that wait for it (PTX ISA 8.9.4)."""
     body = ".shared .align 8 .b64 mbar;\n" + TRY_CANCEL.replace("{}", init("mbar"))
     for schedule in SCHEDULES:
         found, data = collected(Kernel(body, {"out": np.zeros(64, np.uint32)}, block=(64, 1, 1)), schedule)
@@ -686,7 +685,7 @@ def test_the_end_of_a_try_cancel_carries_order() -> None:
         assert set(data["out"].tolist()) == {7}
 
 
-# Where in the source
+# Source locations
 
 
 INLINED = """.version 8.7

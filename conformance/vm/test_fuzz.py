@@ -1,13 +1,13 @@
-"""Whatever text and launch the machine gets, it answers: a result, a finding, or a sentence of refusal, and soon.
+"""For any text and launch the machine answers with a result, a finding, or a sentence of refusal, and soon.
 
 Inputs are drawn from numbered seeds, so that each can be made again: `python -m conformance.vm.test_fuzz --only 1234`
-prints and runs input 1234. Four ways to make one:
+prints and runs input 1234. There are four ways to make one:
 - `mutation`: instructions of our own kernels and tests, some operands, modifiers or guards changed;
 - `grammar`: forms of the instruction table with modifiers and operands of any kind;
 - `text`: characters and lines of whole modules dropped, doubled, moved and replaced;
-- `launch`: sound modules with odd grids, blocks, clusters, shared memory, parameters and sizes of variables.
+- `launch`: valid modules with odd grids, blocks, clusters, shared memory, parameters and sizes of variables.
 
-A test runs CI_INPUTS of them, `nox -s fuzz` runs 100,000 and says what they reached.
+The test runs CI_INPUTS of them. `nox -s fuzz` runs 100,000 and reports which grammar rules and spellings they reached.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from megamoe.spec.load import load_specs
 CI_INPUTS = 2_000
 SESSION_INPUTS = 100_000
 MAX_SECONDS = 10.0
-"""For one input. The slowest takes a fraction of a second on two cores; more means that it would never have ended."""
+"""Per input. The slowest takes a fraction of a second on two cores; one that takes longer would never have ended."""
 MAX_BYTES = 3 << 30
-"""Address space that an input may take beyond what the process has."""
+"""Address space that an input may take beyond what the process already has."""
 STEP_BUDGET = 300
 OURS = (Fault, LaunchError, UnknownInstructionError, PtxSyntaxError)
 WAYS = ("mutation", "mutation", "mutation", "grammar", "grammar", "text", "launch")
@@ -72,7 +72,7 @@ Dim3 = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Input:
-    """A module, the launch of its entry `kernel`, and how it was made. `params`: None for those that fit."""
+    """A module, the launch of its entry `kernel`, and how it was made. `params` is None for parameters that fit."""
 
     number: int
     way: str
@@ -87,7 +87,7 @@ class Input:
 
 @dataclass
 class Reached:
-    """How inputs ended (by class of the answer), and the spellings of forms that were bound and that were run."""
+    """How inputs ended (by class of the answer), and the spellings of the forms that were bound and run."""
 
     answers: Counter[str] = field(default_factory=Counter[str])
     bound: set[str] = field(default_factory=set[str])
@@ -95,7 +95,7 @@ class Reached:
     slowest: float = 0.0
 
 
-# What inputs are made of: registers with values of many kinds, and the instructions of our own programs.
+# Building blocks: registers with values of many kinds, and the instructions of our own programs.
 
 VALUES = {
     16: ("0", "1", "-1", "0x7c01"),
@@ -133,7 +133,7 @@ ENTRY = ".visible .entry kernel(.param .b64 p_out, .param .align 64 .b8 p_map[12
 
 @cache
 def _texts() -> tuple[str, ...]:
-    """Whole modules that are short: those of the parser's tests, and small kernels of the machine's."""
+    """Short whole modules: those of the parser's tests, and small kernels of the machine's tests."""
     files = sorted((Path(__file__).parent / "ptx").glob("*.ptx"))
     return (*(file.read_text(encoding="utf-8") for file in files), copy_kernel().ptx, mma_kernel().ptx)
 
@@ -153,7 +153,7 @@ def _own_programs() -> tuple[str, ...]:
 
 @cache
 def pool() -> tuple[tuple[Instruction, dict[str, int]], ...]:
-    """One instruction of each spelling and number of operands in our programs, with the widths of its registers."""
+    """One instruction of each spelling and operand count in our programs, with the widths of its registers."""
     found: dict[tuple[str, int, str], tuple[Instruction, dict[str, int]]] = {}
     for text in (*_own_programs(), *_texts()):
         module = parse(text)
@@ -172,7 +172,7 @@ _ELSEWHERE = re.compile(r"`(%w\d+_\d+)` holds \d+ bits where \w+ needs (\d+)|(\d
 
 
 class Learner:
-    """Finds operands that a form takes, from what its refusals say: how many, how wide, how long a vector."""
+    """Learns the operands that a form takes from its refusals: how many, how wide, how long a vector."""
 
     def __init__(self, form: Form, seed: int) -> None:
         self.draw = Random(f"{form.spelling}:{seed}")
@@ -185,7 +185,7 @@ class Learner:
         return self.draw.choice(("register", "register", "register", "address", "vector 4", "immediate", "map", "pair"))
 
     def learn(self, tries: int = 60) -> Instruction | None:
-        """An instruction that binds, or None after so many tries."""
+        """An instruction that binds, or None after `tries` attempts."""
         for _ in range(tries):
             operands = tuple(self._operand(place) for place in range(len(self.kinds)))
             one = Instruction(self.parts, operands, None, 1, ".".join(self.parts))
@@ -195,7 +195,7 @@ class Learner:
             except UnknownInstructionError as refusal:
                 self._follow(str(refusal))
             except Exception:
-                return one  # a defect, which the inputs made of it will show
+                return one  # a defect; the inputs made from it will show it
             else:
                 return one
         return None
@@ -231,20 +231,20 @@ class Learner:
 
 @cache
 def learnt() -> tuple[tuple[Instruction, dict[str, int]], ...]:
-    """Instructions that bind, of almost every form, found by trial."""
+    """Instructions that bind, for almost every form, found by trial."""
     found = (Learner(form, seed).learn() for form in all_forms() for seed in range(4))
     return tuple((one, LEARNT_WIDTHS) for one in found if one is not None)
 
 
 class Maker:
-    """Makes input `number`: all that it draws comes from one generator."""
+    """Makes input `number`. All its random choices come from one generator."""
 
     def __init__(self, seed: int, number: int) -> None:
         self.number = number
         self.draw = Random(f"{seed}:{number}")
 
     def make(self) -> Input:
-        """The input."""
+        """Makes the input."""
         way = self.draw.choice(WAYS)
         return {"mutation": self.mutated, "grammar": self.generated, "text": self.garbled, "launch": self.launched}[
             way
@@ -253,7 +253,7 @@ class Maker:
     # ---- operands
 
     def register(self, width: int) -> str:
-        """A register of `width` bits, now and then of another."""
+        """A register of `width` bits, occasionally of another width."""
         if self.draw.random() < 0.02:
             width = self.draw.choice(list(NAMES))
         return f"{NAMES[width]}{self.draw.randrange(COUNTS[width])}"
@@ -281,7 +281,7 @@ class Maker:
         return self.draw.choice(("_", "!%p1", f"{self.register(32)}|%p2", "buf", "mbar", "own", "p_out", "%clock64"))
 
     def any_address(self) -> str:
-        """`[...]` on shared memory, a buffer, an mbarrier, a map with coordinates, or nothing of the kind."""
+        """`[...]` with shared memory, a buffer, an mbarrier, a map with coordinates, or something invalid."""
         base = self.draw.choice(("%r4", "%r4", "%r11", "%d0", "%d1", "mbar", "buf", "%d6, {%r0, %r1}", "own", "taken",
                                  "p_out", self.register(32), self.register(64), self.immediate()))  # fmt: skip
         if "{" not in base and not base[0].isdigit() and self.draw.random() < 0.3:
@@ -289,7 +289,7 @@ class Maker:
         return f"[{base}]".replace("+-", "-")
 
     def rendered(self, operand: Operand, widths: dict[str, int]) -> str:
-        """The text of an operand of our programs, with registers of this input in place of its own."""
+        """The text of an operand of our programs, with its registers replaced by this input's."""
         if isinstance(operand, Register):
             return self.register(widths[operand.name]) if operand.name in widths else operand.name
         if isinstance(operand, Immediate):
@@ -318,7 +318,7 @@ class Maker:
         base = self.draw.choice(("%d0", "%d0", "%d1")) if wide else self.draw.choice(("%r4", "%r5", "%r11", "%r4"))
         return f"[{base}+{operand.offset}]" if operand.offset > 0 else f"[{base}]"
 
-    # ---- ways
+    # ---- ways to make an input
 
     def _kernel(self, way: str, lines: list[str]) -> Input:
         target = self.draw.choice(("sm_90a", "sm_100a"))
@@ -359,7 +359,7 @@ class Maker:
             parts[self.draw.randrange(1, len(parts))] = self.draw.choice(self.draw.choice(pool())[0].parts)
 
     def generated(self) -> Input:
-        """Forms of the table, each slot filled by one of its words, with operands of any kind."""
+        """Forms of the table, with each slot filled by one of its words and operands of any kind."""
         lines: list[str] = []
         for _ in range(self.draw.randint(1, 3)):
             form = self.draw.choice(all_forms())
@@ -381,7 +381,7 @@ class Maker:
         return Input(self.number, "text", text)
 
     def launched(self) -> Input:
-        """A sound kernel launched oddly, or one that declares more memory than there is."""
+        """A valid kernel launched oddly, or one that declares more memory than there is."""
         sizes = (1, 2, 3, 8, 17, 1024, 1025, 65535, 65536, 2**31 - 1, 2**31, 2**40, 0, -1)
         near = (1, 1, 1, 2, 4)
 
@@ -400,23 +400,23 @@ class Maker:
                      smem, params)  # fmt: skip
 
 
-# Running one.
+# Running an input.
 
 
 class TooSlowError(Exception):
-    """An input was not over in MAX_SECONDS."""
+    """An input did not end in MAX_SECONDS."""
 
 
 @contextlib.contextmanager
 def bounded(seconds: float) -> Iterator[None]:
-    """Within it, TooSlowError after `seconds`, and MemoryError for MAX_BYTES more than the process has."""
+    """Raises TooSlowError after `seconds`, and MemoryError for MAX_BYTES more than the process has."""
     late = partial(TooSlowError, f"not over in {seconds:g} s")
     with memory_at_most(MAX_BYTES), seconds_at_most(seconds, late):
         yield
 
 
 def run(one: Input, reached: Reached) -> None:
-    """Parse, bind and launch `one` within its bounds. Raises whatever leaves the machine."""
+    """Parses, binds and launches `one` within its bounds. Raises whatever the machine raises."""
     module = parse(one.ptx)
     loaded = LoadedModule(module)
     machine = Machine(one.schedule, step_budget=STEP_BUDGET)
@@ -445,7 +445,7 @@ def _params(module: Module, name: str, base: int) -> list[bytes]:
 
 
 def ended(one: Input, reached: Reached) -> str | None:
-    """Run `one`. A report if anything but an answer of the machine came out, or if none came in time."""
+    """Runs `one`. Returns a report if anything but an answer of the machine came out, or if no answer came in time."""
     began = time.perf_counter()
     try:
         run(one, reached)
@@ -465,7 +465,7 @@ def ended(one: Input, reached: Reached) -> str | None:
 
 
 def hunt(seed: int, numbers: range, reached: Reached, say: Callable[[str], object] | None = None) -> list[str]:
-    """Run inputs `numbers` of `seed`; the reports of those that the machine did not answer."""
+    """Runs inputs `numbers` of `seed`; returns reports of those that the machine did not answer."""
     pool()
     learnt()
     found: list[str] = []
@@ -483,7 +483,7 @@ def hunt(seed: int, numbers: range, reached: Reached, say: Callable[[str], objec
 
 
 def test_every_input_is_answered() -> None:
-    """Foreign exceptions and hangs are defects of the machine, whatever the text says."""
+    """Foreign exceptions and hangs are defects of the machine, whatever the text."""
     reached = Reached()
     found = hunt(0, range(CI_INPUTS), reached)
     assert not found, f"{len(found)} of {CI_INPUTS} inputs: " + "\n".join(found[:20])
@@ -492,7 +492,7 @@ def test_every_input_is_answered() -> None:
 
 
 def test_a_foreign_exception_and_a_hang_are_reported() -> None:
-    """The planted faults of the fuzzer itself."""
+    """Planted faults for the fuzzer itself."""
     loop = HEAD.replace("TARGET", "sm_90a") + ".entry kernel() { AGAIN: bra AGAIN; }"
     assert ended(Input(0, "planted", loop), Reached()) is None, "a loop is ended by the budget, and that is an answer"
     broken = Input(0, "planted", loop, block="not a block")  # pyright: ignore[reportArgumentType]
@@ -511,7 +511,7 @@ def test_a_foreign_exception_and_a_hang_are_reported() -> None:
 
 
 def _rules(texts: list[str]) -> tuple[set[str], set[str]]:
-    """The productions of the grammar that accepted `texts` went through, and all of them."""
+    """The grammar's productions used by the accepted `texts`, and all productions."""
     grammar = resources.files("backends.vm.ptx").joinpath("ptx.lark").read_text(encoding="utf-8")
     every = set(re.findall(r"^([a-z]\w*):", grammar, re.MULTILINE))
     lark = Lark(grammar, start="module", parser="lalr", lexer="contextual", maybe_placeholders=False)

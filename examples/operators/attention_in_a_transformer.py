@@ -1,7 +1,7 @@
-"""The attention of a small random transformer, swapped for megamoe's: the logits stay the same but for rounding.
+"""The attention of a small random transformer, swapped for megamoe's: the logits stay the same up to rounding.
 
-With the package transformers the model is a random Llama, and the swap is a registered attention function. Without it,
-a decoder of a few lines stands in. On a CPU the kernels run in the virtual machine.
+With the package transformers the model is a random Llama, and the swap is a registered attention function. Without it
+the model is a decoder of a few lines. On a CPU the kernels run in the virtual machine.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP. `attend`: what computes attention of q, k and v."""
+    """Causal attention and an MLP. `attend` computes attention of q, k and v."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 def plain_model() -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], None]]:
-    """Tokens to logits, and what swaps the attention."""
+    """A function from tokens to logits, and a function that swaps the attention."""
     blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
     model = nn.Sequential(nn.Embedding(VOCABULARY, HIDDEN), blocks, nn.Linear(HIDDEN, VOCABULARY)).bfloat16().to(DEVICE)
 
@@ -74,7 +74,7 @@ def llama() -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], None]]
 
 
 def main() -> None:
-    """Compares logits before and after the swap."""
+    """Compares the logits before and after the swap."""
     torch.manual_seed(0)
     model, swap = llama() if find_spec("transformers") else plain_model()
     tokens = torch.randint(VOCABULARY, (1, 24), device=DEVICE)

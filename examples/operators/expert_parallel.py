@@ -1,7 +1,7 @@
-"""An NVFP4 layer with its experts on two processes, held against the layer in one; the last call overflows on purpose.
+"""An NVFP4 layer with its experts on two processes, compared with the layer in one; the last call overflows on purpose.
 
-On a machine with two GPUs each process has one, and NCCL carries the tokens; else gloo does, and the kernels run in the
-virtual machine.
+On a machine with two GPUs each process has one, and NCCL carries the tokens. Otherwise gloo does, and the kernels run
+in the virtual machine.
 """
 
 import os
@@ -20,7 +20,7 @@ GPUS = torch.cuda.device_count() >= RANKS
 
 
 def layer() -> megamoe.MoeWeights:
-    """A random layer: the same in every process."""
+    """A random layer, the same in every process."""
     torch.manual_seed(0)
     gate, up = torch.randn(2, EXPERTS, INTERMEDIATE, HIDDEN) / HIDDEN**0.5
     down = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5
@@ -28,14 +28,14 @@ def layer() -> megamoe.MoeWeights:
 
 
 def choices(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens of a rank, their experts and weights."""
+    """The tokens of a rank, their experts and weights."""
     torch.manual_seed(1 + rank)
     ids = torch.stack([torch.randperm(EXPERTS)[:TOPK] for _ in range(TOKENS)])
     return torch.randn(TOKENS, HIDDEN).bfloat16(), ids, torch.randn(TOKENS, TOPK).softmax(dim=1)
 
 
 def work(rank: int, rendezvous: str) -> None:
-    """What each process does."""
+    """The work of one process."""
     device = f"cuda:{rank}" if GPUS else "cpu"
     if GPUS:
         torch.cuda.set_device(rank)
@@ -47,7 +47,7 @@ def work(rank: int, rendezvous: str) -> None:
     with torch.inference_mode():
         split = megamoe.ExpertParallelMoe(whole.experts(rank * EXPERTS_A_RANK, EXPERTS_A_RANK), capacity=TOKENS)
         y, alone = split(x, ids, weights), megamoe.moe(x, whole, ids, weights)
-        # Each rank rounds its part of a sum to bf16 before it is added.
+        # Each rank rounds its partial sum to bf16 before the addition.
         torch.testing.assert_close(y, alone, atol=2e-2, rtol=2e-2)
         try:
             megamoe.ExpertParallelMoe(split.weights, capacity=1)(x, ids, weights)

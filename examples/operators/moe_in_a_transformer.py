@@ -1,8 +1,8 @@
 """The experts of a small random MoE model, quantised to NVFP4, saved, loaded and swapped for megamoe's kernels.
 
-The logits are held against those of the same model with the dequantised weights: what differs is activations in 4 bits.
-With the package transformers the model is a random Mixtral; without it a few lines stand in. On a CPU the kernels run
-in the virtual machine.
+The logits are compared with the same model on dequantised weights, so that only the 4-bit activations differ. With the
+package transformers the model is a random Mixtral; without it, a model of a few lines. On a CPU the kernels run in the
+virtual machine.
 """
 
 import tempfile
@@ -70,18 +70,18 @@ def mixtral() -> tuple[nn.Module, Model]:
 
 
 def swiglu(experts: nn.Module, x: torch.Tensor, expert: int) -> torch.Tensor:
-    """What the second GEMM of an expert multiplies."""
+    """The input of an expert's second GEMM."""
     gate, up = functional.linear(x, experts.gate_up_proj[expert]).chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
 def checkpoint(layers: dict[str, nn.Module], seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The experts in NVFP4 by ModelOpt's names. `seen`: an input of each layer, which calibrates activations."""
+    """The experts in NVFP4 under ModelOpt's names. `seen` has an input of each layer, to calibrate the activations."""
     tensors: dict[str, torch.Tensor] = {}
     for name, experts in layers.items():
         for expert in range(EXPERTS):
             gate_up = experts.gate_up_proj[expert].float()
-            # gate and up share a global scale: they are one GEMM.
+            # gate and up share a global scale because they are one GEMM.
             scales = {"gate_proj": global_scale(gate_up), "up_proj": global_scale(gate_up)}
             weights = dict(zip(scales, gate_up.chunk(2), strict=True)) | {
                 "down_proj": experts.down_proj[expert].float()
@@ -98,7 +98,7 @@ def checkpoint(layers: dict[str, nn.Module], seen: dict[str, torch.Tensor]) -> d
 
 
 def main() -> None:
-    """Quantises, saves, loads, swaps, compares."""
+    """Quantises, saves, loads, swaps and compares."""
     torch.manual_seed(0)
     model, logits = mixtral() if find_spec("transformers") else plain_model()
     layers = {name: one for name, one in model.named_modules() if name.endswith("experts")}

@@ -1,1 +1,1 @@
-"""What the NVFP4 MoE kernels of all targets share: routing, requantisation, combine, the layout of scale factors."""
+"""Shared by the NVFP4 MoE kernels of all targets: routing, requantisation, combine, the layout of scale factors."""

@@ -1,7 +1,7 @@
-"""y[token] = the sum of its expert rows in ascending order of the choices: deterministic, whatever ran when.
+"""y[token] = the sum of its expert rows in ascending order of the choices: deterministic, whatever the schedule.
 
-Rounding contract: row times weight, if the weight comes after the requantisation, and the sum from 0, each to nearest
-even in fp32; then bf16.
+Rounding contract: multiply each row by its weight (only if the weight comes after the requantisation) and add from 0,
+each rounded to nearest even in fp32; then round to bf16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HIGH_HALF = 0xFFFF0000
 
 @dataclass(frozen=True, slots=True)
 class LayerCombineParams(Parameters):
-    """`topk_weights` is null where the weight came before the requantisation."""
+    """`topk_weights` is null if the weight is applied before the requantisation."""
 
     rows: Pointer
     row_of_route: Pointer
@@ -35,7 +35,7 @@ class LayerCombineParams(Parameters):
 
 
 def combine_kernel(version: tuple[int, int], target: Target = "sm_100a") -> Builder:
-    """Grid: tokens, and groups of COLUMNS of hidden."""
+    """Grid: (tokens, groups of COLUMNS of hidden)."""
     x = Builder(ENTRY, target=target, version=version, block=THREADS)
     x.header(["Combine: y = sum of the rows of a token, in the order of its choices."])
     params = LayerCombineParams.declare(x)
@@ -60,7 +60,7 @@ def combine_kernel(version: tuple[int, int], target: Target = "sm_100a") -> Buil
 
 
 def _sum(x: Builder, params: LayerCombineParams, token: Register, columns_at: Register, total: Vector) -> None:
-    """Adds this thread's columns of the token's expert rows to `total`; `columns_at`: of expert row 0."""
+    """Adds this thread's columns of the token's expert rows to `total`. `columns_at`: their address in row 0."""
     route = x.let("route", "mul.lo.u32", token, params.topk)
     end = x.let("last_route", "add.u32", route, params.topk)
     weighted = x.let("weighted", "setp.ne.u64", params.topk_weights, 0)
@@ -81,7 +81,7 @@ def _sum(x: Builder, params: LayerCombineParams, token: Register, columns_at: Re
 
 
 def _accumulate(x: Builder, pairs: Vector, weight: Register, total: Vector) -> None:
-    """A bf16 is the upper half of an f32."""
+    """Adds weight * value to `total`. A bf16 is the upper half of an f32."""
     value = x.reg("value", "f32")
     for index, pair in enumerate(pairs):
         for opcode, operand, sum_so_far in (

@@ -1,6 +1,6 @@
-"""From the shape of a case to a Program, whatever the target: the stages of a layer in order, and what joins them.
+"""From the shape of a case to a Program, for any target: the stages of a layer in order, with their workspaces.
 
-A target brings the steps that route, and those of each stage. Requantisation and combine are launched alike on all.
+A target provides the steps for routing and for each stage. Requantisation and combine launch the same way everywhere.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megamoe.contract import Launch, Program, Target
 BF16_BYTES: Final = 2
 WORD_BYTES: Final = 4
 LAYER: Final = ("l1", "l2", "combine")
-"""The stages of a whole layer. The epilogue of l1 requantises."""
+"""The stages of a whole layer. The epilogue of l1 does the requantisation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An entry, the launch of it and its workspaces; `prepares`: weights only, so it is done once."""
+    """An entry, its launch and its workspaces. `prepares`: it depends on weights only, so it runs once."""
 
     entry: Builder
     launch: Launch
@@ -59,7 +59,7 @@ def layer_program(shape: MoeShape, target: Target, route: Maker, stages: Mapping
 
 
 def routing_tables(shape: MoeShape) -> dict[str, int]:
-    """Bytes of the tables that every routing writes."""
+    """Bytes of the tables that every routing kernel writes."""
     rows = shape.row_tiles * TILE_M
     entries = {
         "row_tiles": 1,
@@ -72,7 +72,7 @@ def routing_tables(shape: MoeShape) -> dict[str, int]:
 
 
 def a2_arguments(shape: MoeShape) -> dict[str, str | None]:
-    """What a launch that stores activations names otherwise: bf16 ones go to `a2_codes`, and have no scales."""
+    """Arguments that differ in a launch that stores bf16 activations: they go to `a2_codes` and have no scales."""
     return {"a2_codes": "a2", "a2_sf": None, "a2_gs": None} if shape.bf16 else {}
 
 

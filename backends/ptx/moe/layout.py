@@ -1,9 +1,9 @@
-"""Expert rows in tiles, and block scales in atoms, as the spec lays them out."""
+"""Expert rows in tiles and block scales in atoms, as the spec lays them out."""
 
 from __future__ import annotations
 
 TILE_M = 128
-"""Rows of one expert begin at a multiple of it."""
+"""The rows of each expert begin at a multiple of it."""
 SF_VEC_SIZE = 16
 ATOM_ROWS = 128
 ATOM_BLOCKS = 4

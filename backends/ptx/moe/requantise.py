@@ -3,9 +3,9 @@
 `emit_requantise` is part of the first GEMM's epilogue; `requantise_kernel` does the same from activations in memory.
 
 Rounding contract: block scale = e4m3(max|block| * (1/6) * (1/gs)), code = e2m1(value * 1/(scale * gs)). Products and
-1/gs are to nearest even in fp32, 1/(scale * gs) by rcp.approx.ftz (within 1 ulp), conversions to nearest even and
-saturating. A block whose scale is 0 has codes 0. Next to a rounding step the result may be the neighbour of what
-divisions give.
+1/gs round to nearest even in fp32, 1/(scale * gs) uses rcp.approx.ftz (within 1 ulp), and conversions round to nearest
+even and saturate. A block whose scale is 0 has codes 0. Close to a rounding boundary the result may be the neighbour of
+what true divisions give.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ THREADS = TILE_M
 PER_VECTOR = 4
 E2M1_MAX = 6.0
 BLOCKS = 4
-"""Blocks whose scales fill a 32-bit word of a scale factor atom."""
+"""The scales of this many blocks fill a 32-bit word of a scale factor atom."""
 WIDTH = BLOCKS * SF_VEC_SIZE
 CODES_PER_WORD = 8
 TO_CODE = 2.0**-126
@@ -41,15 +41,15 @@ class GlobalScale:
         self.gs, self.inverse = x.reg("a2_scale", "f32"), x.reg("a2_inverse", "f32")
 
     def load(self, table: Register, expert: Register) -> None:
-        """Entry `expert` of a table of f32 in global memory, and its reciprocal."""
+        """Loads entry `expert` of an f32 table in global memory and computes its reciprocal."""
         x = self._x
         x.emit("ld.global.f32", self.gs, at(x.indexed_wide("a2_gs_at", table, expert, 4)))
         x.emit("rcp.rn.f32", self.inverse, self.gs)
 
 
 def code_word(x: Builder, values: Vector) -> Register:
-    """The e2m1 codes of eight f32 `values`, the first in the lowest bits: to nearest even, saturating. By cvt, which
-    sm_100a has for e2m1."""
+    """The e2m1 codes of eight f32 `values`, the first in the lowest bits, rounded to nearest even and saturated. Uses
+    cvt, which sm_100a has for e2m1."""
     pairs = x.regs("code_pair", "b8", CODES_PER_WORD // 2)
     for index, pair in enumerate(pairs):
         even, odd = values[2 * index : 2 * index + 2]
@@ -60,10 +60,10 @@ def code_word(x: Builder, values: Vector) -> Register:
 
 
 def integer_code_word(x: Builder, values: Vector) -> Register:
-    """As code_word, by integer arithmetic: sm_90a has no cvt to e2m1.
+    """Like code_word, but with integer arithmetic: sm_90a has no cvt to e2m1.
 
-    |v| * 2^-126 is a float whose bits 24 to 22 are the code of v: exponent 0, a subnormal, below 1. Rounding these bits
-    to nearest even is rounding v, but for a v within 2^-24 of the halves below 1.
+    |v| * 2^-126 is a float whose bits 24 to 22 are the code of v; for codes below 1 the exponent is 0 (a subnormal).
+    Rounding these bits to nearest even rounds v, except for a v within 2^-24 of a midpoint below 1.
     """
     word = x.let("code_word", "mov.b32", 0)
     for index, value in enumerate(values):
@@ -86,13 +86,13 @@ def integer_code_word(x: Builder, values: Vector) -> Register:
 
 
 EncodeWord = Callable[[Builder, Vector], Register]
-"""`code_word`, or `integer_code_word` on a target without that cvt."""
+"""`code_word`, or `integer_code_word` on a target without cvt to e2m1."""
 
 
 def emit_requantise(
     x: Builder, values: Vector, scale: GlobalScale, encode: EncodeWord = code_word
 ) -> tuple[Vector, Register]:
-    """Eight words of codes and one of four block scales, from WIDTH f32 `values`, which are overwritten."""
+    """Eight words of codes and one word of four block scales, from WIDTH f32 `values`. The values are overwritten."""
     blocks = [values[first : first + SF_VEC_SIZE] for first in range(0, WIDTH, SF_VEC_SIZE)]
     raw = [raw_scale(x, block, scale) for block in blocks]
     words: list[Register] = []
@@ -125,7 +125,7 @@ def raw_scale(x: Builder, block: Vector, scale: GlobalScale) -> Register:
 def block_codes(
     x: Builder, block: Vector, sf: Register, scale: GlobalScale, encode: EncodeWord = code_word
 ) -> list[Register]:
-    """Two words of codes under the block scale `sf`, an f16. The `block` is overwritten."""
+    """Two words of codes for the block scale `sf`, an f16. The `block` is overwritten."""
     step = x.let("step", "cvt.f32.f16", sf)
     is_zero = x.let("sf_is_zero", "setp.eq.f32", step, 0.0)
     x.emit("mul.rn.f32", step, step, scale.gs)
@@ -151,7 +151,7 @@ def word_in_atom(x: Builder, row: Register) -> Register:
 
 @dataclass(frozen=True, slots=True)
 class RequantiseParams(Parameters):
-    """`h`: f32 [rows][intermediate]. bf16 activations go to `a2_codes`, and have no scales."""
+    """`h`: f32 [rows][intermediate]. bf16 activations go to `a2_codes` and have no scales."""
 
     h: Pointer
     a2_gs: Pointer
@@ -167,9 +167,9 @@ class RequantiseParams(Parameters):
 def requantise_kernel(
     version: tuple[int, int], target: Target = "sm_100a", encode: EncodeWord | None = code_word
 ) -> Builder:
-    """Grid: row tiles at most, and groups of WIDTH activations. Rows that fill up a tile are left alone.
+    """Grid: (maximum number of row tiles, groups of WIDTH activations). Rows that only pad a tile are left alone.
 
-    Without `encode` activations become bf16.
+    Without `encode` the activations become bf16.
     """
     x = Builder(ENTRY if encode else f"{ENTRY}_bf16", target=target, version=version, block=THREADS)
     x.header([f"Requantisation of f32 activations to {'NVFP4' if encode else 'bf16'}, one row a thread."])

@@ -1,10 +1,11 @@
 """From top-k ids to expert rows, on the device.
 
 A route is a pair (token, choice); its number is token * topk + choice. Expert rows are the routes sorted by expert and,
-within an expert, by number; each expert begins at a multiple of TILE_M. An id that names no expert here has no row.
+within an expert, by number. Each expert begins at a multiple of TILE_M. An id of no local expert gets no row.
 
-CTA e does expert e. It counts the routes of all experts itself, in shared memory: that is cheaper than a second launch
-that waits for the counts. Then its warps, each with a stretch of the routes, place those of expert e in order.
+CTA e handles expert e. It counts the routes of all experts itself, in shared memory: that is cheaper than a second
+launch that waits for the counts. Then its warps, each with a stretch of the routes, place the routes of expert e in
+order.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ THREADS = WARPS * 32
 NO_ROW = 0xFFFFFFFF
 COLUMN_WARPS = 32
 COLUMN_THREADS = COLUMN_WARPS * 32
-"""Where there are column tiles."""
+"""Threads per CTA if there are column tiles."""
 COLUMN_WORDS = 4
-"""A column tile in its table: the expert, the first row, how many rows, and the narrowest width that holds them."""
+"""A column tile in its table: the expert, the first row, the number of rows, and the narrowest width for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Of shared memory: a count for each of `warps`, the first row, the first column tile, counts of all experts."""
+    """Shared memory: a count for each of `warps`, the first row, the first column tile, the counts of all experts."""
 
     warps: int
 
@@ -46,7 +47,7 @@ class _Layout:
 
     @property
     def counts(self) -> int:
-        """A multiple of 64."""
+        """Offset of the counts, a multiple of 64."""
         return -(-(self.first_column + 4) // 64) * 64
 
 
@@ -61,7 +62,7 @@ def smem_bytes(num_experts: int, *, columns: bool = False) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoutingParams(Parameters):
-    """The ids, the tables that are made of them, and three extents."""
+    """The ids, the tables made from them, and three extents."""
 
     topk_ids: Pointer
     row_tiles: Pointer
@@ -76,7 +77,7 @@ class RoutingParams(Parameters):
 
 @dataclass(frozen=True, slots=True)
 class ColumnRoutingParams(RoutingParams):
-    """For kernels whose tiles are columns, rows of an expert in one of several widths: COLUMN_WORDS a tile."""
+    """For kernels whose tiles are columns: rows of an expert in one of several widths, COLUMN_WORDS per tile."""
 
     columns: Pointer
     column_count: Pointer
@@ -84,8 +85,8 @@ class ColumnRoutingParams(RoutingParams):
 
 @dataclass(frozen=True, slots=True)
 class _LaneRoute:
-    """A lane's route. `expert`: its top-k id, NO_ROW where there is no such route. `ballot`: the lanes whose route is
-    this CTA's expert's."""
+    """A lane's route. `expert`: its top-k id, or NO_ROW if the route does not exist. `ballot`: the lanes whose route
+    belongs to this CTA's expert."""
 
     route: Register
     expert: Register
@@ -95,8 +96,8 @@ class _LaneRoute:
 
 @dataclass(frozen=True, slots=True)
 class _ExpertRows:
-    """This expert's rows: the first, those that have a route, and all with those that fill up the last tile.
-    `first_column`: the first of its column tiles, if there are any."""
+    """This expert's rows. `first`: the first row. `count`: rows that have a route. `padded`: rows including the padding
+    of the last tile. `first_column`: the first of its column tiles, if there are any."""
 
     first: Register
     count: Register
@@ -105,7 +106,7 @@ class _ExpertRows:
 
 
 class _Router:
-    """Registers of one thread. `widths`: those of column tiles, ascending; () if there are none."""
+    """Registers of one thread. `widths`: the widths of column tiles, ascending; () if there are none."""
 
     def __init__(self, x: Builder, widths: tuple[int, ...]) -> None:
         self.x, self.widths = x, widths
@@ -128,7 +129,7 @@ class _Router:
         self.warp_count = x.indexed("warp_count_at", self.smem, self.warp, 4)
 
     def store_entry(self, name: str, table: Register, index: Register, value: Register, guard: Register) -> None:
-        """Entry `index` of a u32 table in global memory becomes `value`."""
+        """Stores `value` in entry `index` of a u32 table in global memory."""
         self.x.emit("st.global.u32", at(self.x.indexed_wide(name, table, index, 4)), value, guard=guard)
 
     @contextmanager
@@ -140,7 +141,7 @@ class _Router:
 
     @contextmanager
     def stretch(self, name: str) -> Iterator[_LaneRoute]:
-        """Runs the body for each 32 routes of this warp, a route a lane."""
+        """Runs the body for every 32 routes of this warp, one route per lane."""
         x = self.x
         base = x.let(f"{name}_base", "mov.b32", self.begin)
         with x.while_below(f"{name}_loop", base, self.end, f"{name}_finished", (base, 32)):
@@ -154,7 +155,7 @@ class _Router:
 
 
 def routing_kernel(version: tuple[int, int], target: Target = "sm_100a", widths: tuple[int, ...] = ()) -> Builder:
-    """Grid: one CTA an expert. With `widths`, ascending, it also writes the table of column tiles."""
+    """Grid: one CTA per expert. With `widths`, ascending, it also writes the table of column tiles."""
     x = Builder(ENTRY, target=target, version=version, block=COLUMN_THREADS if widths else THREADS)
     x.header(["Routing: expert rows, padded to whole tiles, from top-k ids. One CTA an expert."])
     router = _Router(x, widths)

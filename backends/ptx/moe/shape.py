@@ -1,4 +1,4 @@
-"""The axes of a case, and which cases the kernels refuse."""
+"""The axes of a case, and the cases that the kernels refuse."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ from megamoe.codec.routing import expected_routes
 from megamoe.contract import Case, Target, UnsupportedError
 
 INTERLEAVES = (8, 16, 32, 64)
-"""With these, gate and up lie in the half of a tile that a thread holds at a time."""
+"""With these, a gate and its up are both in the half of a tile that a thread holds at a time."""
 EXTENT_MULTIPLE = 128
-"""hidden and intermediate are multiples of it: a tile of W1 is whole, and no scale factor atom is shared."""
+"""hidden and intermediate are multiples of it, so that a tile of W1 is whole and no scale factor atom is shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwigluVariant:
     """Compiled into the kernel. `interleave`: granularity of gate and up rows. `clamped`: gates are limited from above,
-    ups from both sides. `weighted`: the top-k weight comes before the requantisation."""
+    ups from both sides. `weighted`: the top-k weight is applied before the requantisation."""
 
     interleave: int
     clamped: bool
     weighted: bool
 
     def gate_column(self, element: int) -> int:
-        """The accumulator column of the gate of activation `element`; the up is `interleave` further on."""
+        """The accumulator column of the gate of activation `element`; its up is `interleave` columns further."""
         group, inside = divmod(element, self.interleave)
         return 2 * self.interleave * group + inside
 
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """The axes of one case. `clamp` is 0 if the case has none. `bf16`: activations are bf16, else NVFP4. `sms`: those
-    that persistent CTAs are launched for, if not those of the device. `expected_routes`: see
-    megamoe.codec.routing."""
+    """The axes of one case. `clamp` is 0 if the case has none. `bf16`: activations are bf16, else NVFP4. `sms`: the SMs
+    to launch persistent CTAs for; None: the target's SM_COUNT. `expected_routes`: see megamoe.codec.routing."""
 
     hidden: int
     intermediate: int
@@ -49,7 +48,7 @@ class MoeShape:
 
     @classmethod
     def of(cls, case: Case, target: Target) -> MoeShape:
-        """Reads the case. Raises UnsupportedError for what the kernels cannot do."""
+        """Reads the case. Raises UnsupportedError for a case that the kernels do not support."""
         hidden, intermediate = case.int("hidden"), case.int("intermediate")
         for name, extent in (("hidden", hidden), ("intermediate", intermediate)):
             if extent % EXTENT_MULTIPLE:
@@ -91,6 +90,6 @@ class MoeShape:
 
     @property
     def held_rows(self) -> int:
-        """Rows of a tensor of expert rows: what the spec gives a stage by itself, what a layer needs in workspaces."""
+        """Rows of a tensor of expert rows: for a single stage as the spec says, for a layer as its workspaces need."""
         whole = (self.routes + (TILE_M - 1) * self.num_experts) // TILE_M * TILE_M
         return self.row_tiles * TILE_M if self.stage == "layer" else whole

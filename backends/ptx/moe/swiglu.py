@@ -1,7 +1,7 @@
 """SwiGLU in the registers of one thread: silu(gate) * up.
 
 Rounding contract: gate and up are accumulators times a factor; silu(g) = g * 1/(1 + 2^(-g log2 e)) with ex2.approx.ftz
-and rcp.approx.ftz, every other operation to nearest even in fp32; then times up.
+and rcp.approx.ftz, every other operation rounded to nearest even in fp32; then times up.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ LOG2_E = math.log2(math.e)
 
 
 class Swiglu:
-    """`limit`: the parameter from which gates are limited from above, ups from both sides; None if nothing is."""
+    """`limit` is the parameter that limits gates from above and ups from both sides; None if nothing is limited."""
 
     def __init__(self, x: Builder, limit: Register | None) -> None:
         self._x, self._limit = x, limit
         self._lower_limit = x.reg("negated_clamp", "f32")
 
     def begin(self) -> None:
-        """To be emitted once, before the first activation."""
+        """Emits what must come once, before the first activation."""
         if self._limit is not None:
             self._x.emit("neg.f32", self._lower_limit, self._limit)
 
     def activation(self, gate: Register, up: Register, factor: Register) -> Register:
-        """The activation, in the register of its gate. `up` is overwritten."""
+        """Computes the activation in the register of its gate. `up` is overwritten."""
         x = self._x
         x.emit("mul.rn.f32", gate, gate, factor)
         x.emit("mul.rn.f32", up, up, factor)

@@ -11,7 +11,7 @@ from backends.ptx.split_keys import F32_BYTES, KeyPart
 from backends.ptx.tcgen05 import lanes_of_warp
 
 CHUNK = 32
-"""O columns a thread holds at a time."""
+"""O columns that a thread holds at a time."""
 ROW_BYTES = PANEL_COLUMNS * 2
 VECTOR_BYTES = 16
 
@@ -30,7 +30,7 @@ class CorrectionRow:
 
 
 def emit_correction(frame: Sm100FmhaFrame) -> None:
-    """Follows the tiles, then writes the output."""
+    """Processes the tiles in order, then writes the output."""
     x = frame.x
     x.section("warps 4-7: correction and epilogue")
     is_correction = x.let("is_correction", "setp.ge.u32", frame.warp, CORRECTION_WARPS.start)
@@ -59,8 +59,8 @@ def _wait_for_sum(frame: Sm100FmhaFrame, tile: Register, name: str) -> None:
 def _correct_tile(frame: Sm100FmhaFrame, thread: CorrectionRow, tile: Register) -> None:
     """Rescales O where the softmax asks for it.
 
-    The last reader of `rescale` arrives on pv_ready before the MMA warp can free the S buffer that the softmax of
-    tile + 2 needs, so the two exchange buffers need no "empty" barrier.
+    The last reader of `rescale` arrives on pv_ready before the MMA warp can free the S buffer that the softmax of tile
+    + 2 needs, so the two exchange buffers need no "empty" barrier.
     """
     x, smem = frame.x, frame.smem
     index, parity = buffer_of(x, tile, "correction")
@@ -88,9 +88,9 @@ def _load(x: Builder, thread: CorrectionRow, column: int) -> None:
 
 
 class OutputPanel:
-    """Where a thread stages its row of a panel of O, which is Q's shared memory.
+    """Where a thread stages its row of a panel of O, in Q's shared memory.
 
-    `source` is where the 32 rows of the warp begin, `row` their first folded row, `swizzle` the row's pattern.
+    `source` is the start of the warp's 32 rows, `row` their first folded row, `swizzle` the row's swizzle pattern.
     """
 
     def __init__(self, frame: Sm100FmhaFrame, thread: CorrectionRow) -> None:
@@ -103,7 +103,7 @@ class OutputPanel:
         self.row = x.let("o_first_row", "mad.lo.u32", thread.warp, 32, frame.row_origin)
 
     def stage(self, packed: Vector, panel: int, part: int) -> None:
-        """16-byte vectors, each where the 128-byte swizzle wants it: vector v of row r at v ^ (r mod 8)."""
+        """Stores 16-byte vectors in the 128-byte swizzle: vector v of row r at v ^ (r mod 8)."""
         x = self.frame.x
         for vector in range(len(packed) // 4):
             swizzled = x.let("swizzled", "xor.b32", self.swizzle, part * 2 + vector * VECTOR_BYTES)
@@ -111,7 +111,7 @@ class OutputPanel:
             x.emit("st.shared.v4.b32", at(address, self._offset(panel)), packed[4 * vector : 4 * vector + 4])
 
     def store(self, panel: int, leader: Register) -> None:
-        """The warp's rows of the panel, to global memory."""
+        """Copies the warp's rows of the panel to global memory."""
         frame, x = self.frame, self.frame.x
         x.fence_proxy_async()
         x.sync_warp()
@@ -124,9 +124,9 @@ class OutputPanel:
 
 
 def _write_output(frame: Sm100FmhaFrame, thread: CorrectionRow, tile: Register) -> None:
-    """O goes through Q's shared memory, panel by panel, to TMA, which drops the rows beyond the last.
+    """Writes O through Q's shared memory, panel by panel, with TMA, which drops the rows past the last one.
 
-    Nobody reads Q once the last P V is done. Without a tile there is no O in tensor memory; zeros are written.
+    Q is no longer read once the last P V is done. If there was no tile, tensor memory has no O; zeros are written.
     """
     x, smem = frame.x, frame.smem
     x.section("warps 4-7: epilogue, O / sum through shared memory to global memory")
@@ -163,10 +163,11 @@ def _normalised(x: Builder, thread: CorrectionRow, inverse: Register) -> Vector:
 
 
 def _write_part(frame: Sm100FmhaFrame, thread: CorrectionRow, tile: Register, part: KeyPart) -> None:
-    """O as it stands, in fp32; the softmax stores its reference and row sum. A part without a tile is zeros.
+    """Writes O without normalisation, in fp32; the softmax stores the reference and row sum. A part without a tile is
+    zeros.
 
-    A thread writes its row itself, two vectors a sector of 32 bytes: where keys are split, most of the tile's rows do
-    not exist, and most warps have nothing to write.
+    Each thread writes its own row, two 16-byte vectors per 32-byte sector: where keys are split, most rows of the tile
+    do not exist, and most warps have nothing to write.
     """
     x = frame.x
     x.section("warps 4-7: epilogue, O of this part to global memory")

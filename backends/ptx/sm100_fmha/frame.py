@@ -1,4 +1,4 @@
-"""What every role of the kernel shares: parameters, shared memory, tensor memory, and the tiles this CTA works on."""
+"""Shared by all roles of the kernel: parameters, shared memory, tensor memory, and the tiles of this CTA."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sm100FmhaFrame(FmhaFrame):
     threads: Threads
     tmem: Register
     part: KeyPart | None
-    """This CTA's part of the keys where they are split."""
+    """This CTA's part of the keys, or None if they are not split."""
 
     @property
     def warp(self) -> Register:
@@ -46,7 +46,7 @@ class Sm100FmhaFrame(FmhaFrame):
 def open_frame(x: Builder, tiling: Sm100FmhaTiling, part_keys: int | None) -> Sm100FmhaFrame:
     """Declares the parameters, computes the tile range, sets up barriers and tensor memory.
 
-    `part_keys`: keys of a part where CTAs share them, a multiple of TILE_N.
+    `part_keys`: keys per part if CTAs share them, a multiple of TILE_N.
     """
     params = (SplitFmhaParams if part_keys else Sm100FmhaParams).declare(x)
     axes = params.axes

@@ -1,6 +1,6 @@
 """How one head dimension is cut into tiles, tensor memory columns and shared memory stages.
 
-All of it follows from hd. t, s_k, the mask and the number of heads are known at run time only.
+All of it follows from hd. t, s_k, the mask and the number of heads are known only at run time.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from backends.ptx.shared_memory import MAX_SMEM, SmemLayout
 from backends.ptx.tcgen05 import TMEM_COLUMNS, WarpRoles, with_tmem_base
 
 TILE_M = 128
-"""Folded query rows a CTA, and TMEM lanes."""
+"""Folded query rows per CTA, and TMEM lanes."""
 TILE_N = 128
-"""Keys a tile."""
+"""Keys per tile."""
 MMA_K = 16
 """bf16 elements of K in one tcgen05.mma.kind::f16 (facts.md 2.1)."""
 PANEL_BYTES = TILE_M * PANEL_COLUMNS * 2
 SWIZZLE_ATOM_BYTES = 8 * 128
 MAX_RING_STAGES = 8
 OTHER_BYTES = 2048
-"""Shared memory left for barriers and exchange beside Q and the ring."""
+"""Shared memory reserved for barriers and exchange, next to Q and the ring."""
 
 SOFTMAX_WARPS = range(4)
 CORRECTION_WARPS = range(4, 8)
@@ -29,7 +29,7 @@ ROLES = WarpRoles(mma=8, producer=9)
 THREADS = 384
 """Three warpgroups: setmaxnreg acts on whole ones, so warps 10 and 11 only fill the third."""
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, ISSUER_REGISTERS = 224, 128, 96
-"""Registers a thread after setmaxnreg; times 128 threads they must stay below the 64 Ki of the machine."""
+"""Registers per thread after setmaxnreg; times 128 threads they must stay below the SM's 64 Ki."""
 WARPGROUP_THREADS = 128
 
 
@@ -41,7 +41,7 @@ class Sm100FmhaTiling:
 
     @property
     def o_columns(self) -> int:
-        """Columns of O (and V) that one CTA owns: what TMEM_COLUMNS leave beside two S buffers, at most."""
+        """Columns of O (and V) that one CTA owns: at most what two S buffers leave of TMEM_COLUMNS."""
         return min(self.hd, TMEM_COLUMNS - 2 * TILE_N)
 
     @property
@@ -51,7 +51,7 @@ class Sm100FmhaTiling:
 
     @property
     def o_column(self) -> int:
-        """First TMEM column of O, behind the two S buffers."""
+        """First TMEM column of O, after the two S buffers."""
         return 2 * TILE_N
 
     @property
@@ -91,7 +91,7 @@ class Sm100FmhaTiling:
 
     @property
     def smem(self) -> SmemLayout:
-        """Operands, then what softmax and correction exchange, then the mbarriers."""
+        """Operands, then the exchange between softmax and correction, then the mbarriers."""
         layout = SmemLayout().with_place("q", self.q_bytes, 1024)
         layout = layout.with_place("ring", self.ring_stages * self.stage_bytes, 1024)
         layout = layout.with_place("rescale", 2 * TILE_M * 4, 16).with_place("row_sum", TILE_M * 4, 16)

@@ -1,11 +1,11 @@
-"""The two threads that issue: one of warp 9 loads Q, K and V by TMA, one of warp 8 issues every tcgen05.mma.
+"""The two issuing threads: one of warp 9 loads Q, K and V with TMA, one of warp 8 issues every tcgen05.mma.
 
-Q comes once, K and V come tile by tile, in the order in which the MMA warp consumes them.
+Q is loaded once, K and V tile by tile, in the order in which the MMA warp consumes them.
 
 S(i) = Q K(i)^T goes to S buffer i mod 2 before O += P(i-1) V(i-1), so that the softmax of tile i overlaps with the
-product of tile i - 1. P(i) is bf16 over the first 64 columns of S(i)'s buffer. The ISA orders two MMAs only if
-accumulator and shape agree (PTX ISA, "Pipelined tcgen05 Instructions"). So S(i) waits until P(i-2) V(i-2), which read P
-from the same columns, is reported done. The sums into O are ordered by issue.
+product of tile i - 1. P(i) is bf16 in the first 64 columns of S(i)'s buffer. The ISA orders two MMAs only if their
+accumulator and shape are the same (PTX ISA, "Pipelined tcgen05 Instructions"). So S(i) waits until P(i-2) V(i-2), which
+reads P from the same columns, is reported done. The additions to O are ordered by issue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from backends.ptx.tcgen05 import RingCursor, smem_descriptor, tmem_address
 
 
 def emit_producer(frame: Sm100FmhaFrame) -> None:
-    """K of tile i goes out before V of tile i - 1, as Q K^T runs one tile ahead of P V."""
+    """K of tile i goes out before V of tile i - 1, because Q K^T runs one tile ahead of P V."""
     x = frame.x
     x.section("warps 8-11: issuers give registers to the softmax")
     is_issuer = x.let("is_issuer", "setp.ge.u32", frame.warp, ROLES.mma)
@@ -121,7 +121,7 @@ class FmhaMmaIssuer:
         self.a_step, self.b_step = x.reg("a_descriptor", "b64"), x.reg("b_descriptor", "b64")
 
     def _descriptor(self, name: str, data: Register, leading_bytes: int = 0) -> Register:
-        """Of 64-column panels in 128-byte swizzle; `leading_bytes` lie between the panels of an MN-major operand."""
+        """The descriptor of 64-column panels in 128-byte swizzle; `leading_bytes` lie between MN-major panels."""
         constant = smem_descriptor(stride_bytes=SWIZZLE_ATOM_BYTES, leading_bytes=leading_bytes)
         return self.frame.x.matrix_descriptor(name, data, constant)
 
@@ -134,7 +134,7 @@ class FmhaMmaIssuer:
         self.ring.advance()
 
     def score(self) -> None:
-        """S(tile) = Q K(tile)^T: K = hd in steps of 16, 32 bytes along a swizzled 128-byte row."""
+        """S(tile) = Q K(tile)^T: K = hd in steps of 16, each 32 bytes along a swizzled 128-byte row."""
         x, tiling, smem = self.frame.x, self.frame.tiling, self.frame.smem
         x.comment("S(tile) = Q K(tile)^T, once P(tile - 2) V(tile - 2) has read P from this buffer.")
         index, parity = buffer_of(x, self.tile, "s")
@@ -178,7 +178,7 @@ class FmhaMmaIssuer:
 
 
 def emit_mma(frame: Sm100FmhaFrame) -> None:
-    """Iteration i scores tile i, if there is one, and accumulates tile i - 1, if there is one."""
+    """Iteration i scores tile i and accumulates tile i - 1, each if it exists."""
     x = frame.x
     x.section("warp 8: MMA issuer")
     is_mma = x.let("is_mma", "setp.eq.u32", frame.warp, ROLES.mma)

@@ -1,28 +1,29 @@
 """The FMHA forward kernel of one head dimension, as PTX text, and the program of a case.
 
 Tensor memory has 512 columns. S is double-buffered, 2 x 128 columns. P (bf16, 64 columns) overlays its own S, which is
-dead once its row is in registers, and is the tensor memory A operand of P V for every hd: it need not go through shared
-memory for hd > 64. That leaves 256 columns for O. hd up to 256 fits; hd = 512 does not, as O alone would take all 512.
+dead once its row is in registers. For every hd, P is the tensor memory A operand of P V, so it need not go through
+shared memory for hd > 64. That leaves 256 columns for O. hd up to 256 fits; hd = 512 does not, as O alone would take
+all 512.
 
 So at hd = 512 two CTAs share a row tile. Each computes all of S and owns 256 columns of V and O. Q K^T is done twice:
-1.5 times the MMA work of doing everything once. In return the CTAs do not depend on each other, the kernel is that of
-hd = 256 with a longer K, and the second reading of K hits L2. The alternatives:
+1.5 times the MMA work of doing everything once. In return the CTAs are independent, the kernel is the one for hd = 256
+with a longer K, and the second read of K hits the L2. The alternatives:
 - `cta_group::2`, M = 128: 64 rows a CTA, the upper half of N in lanes 64 to 127, so that O takes 256 columns and S 64
-  (layout B, facts.md 2.3). No work is repeated. But a row's scores lie in two lanes, so its maximum and sum need an
+  (layout B, facts.md 2.3). No work is repeated. But a row's scores are in two lanes, so its maximum and sum need an
   exchange between warps, and every barrier of the pipeline spans a cluster. M = 256 does not help: each CTA then holds
   128 whole rows of O.
-- Two passes over V in one CTA: S is recomputed all the same, by half as many CTAs, one pass after the other.
-- M = 64 (layout F): the halves of O lie at lane offsets 0 and 16. P must have the lane offset of its D, so it is stored
+- Two passes over V in one CTA: S is still recomputed, by half as many CTAs, one pass after the other.
+- M = 64 (layout F): the halves of O are at lane offsets 0 and 16. P must have the lane offset of its D, so it is stored
   twice; with 64 rows a CTA, K and V are read twice as often.
 
-Shared memory: Q stays; K and V pass through one ring of stages of up to 128 columns, in the order of use. Registers: 12
-warps leave 168 each, a little less than a whole row of S needs, so the softmax warps take some from the others
-(setmaxnreg). Float arithmetic says `.rn` throughout, so that ptxas must not contract: every rounding is the same on a
-GPU and on the virtual machine, except in the approximate functions and the MMA.
+Shared memory: Q is resident; K and V pass through one ring of stages of up to 128 columns, in the order of use.
+Registers: 12 warps leave 168 each, slightly less than a whole row of S needs, so the softmax warps take some from the
+others (setmaxnreg). Float arithmetic uses `.rn` throughout, so that ptxas must not contract: every rounding is the same
+on a GPU and in the virtual machine, except in the approximate functions and the MMA.
 
 With few queries the keys are split over CTAs, and a second kernel combines their partial results (split_keys.py). The
-parts are those of sm_90a, of SPLIT_KEYS keys, four tiles: 64 heads of 8 KV heads and 8192 keys then have 128 CTAs. How
-many keys a part has is an argument of the program, and the name of the entry says it.
+parts are those of sm_90a: SPLIT_KEYS keys, four tiles. 64 heads of 8 KV heads and 8192 keys then have 128 CTAs. The
+number of keys per part is an argument of the program and appears in the name of the entry.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ PTX_VERSION = (8, 6)
 
 
 def entry_name(hd: int, part_keys: int | None = None) -> str:
-    """The entry of the kernel for one hd, and for parts of `part_keys` keys if they are split."""
+    """The entry name of the kernel for one hd, and for parts of `part_keys` keys if they are split."""
     return f"fmha_forward_hd{hd}" + (f"_parts_of_{part_keys}" if part_keys else "")
 
 
@@ -54,8 +55,8 @@ def entry_name(hd: int, part_keys: int | None = None) -> str:
 def kernel_text(hd: int, part_keys: int | None = None) -> str:
     """PTX for sm_100a that serves every t, s_k, mask, batch and grouping of one hd.
 
-    With `part_keys`, a multiple of TILE_N, it writes the results of parts of so many keys, and the module has the
-    kernel that combines them.
+    With `part_keys`, a multiple of TILE_N, the kernel writes results of parts of that many keys, and the module also
+    has the kernel that combines them.
     """
     attention = _attention(hd, part_keys)
     if part_keys is None:
@@ -92,9 +93,9 @@ ROWS_PER_STORE = 32
 
 
 def fmha_program(case: Case, part_keys: int | None = None) -> Program:
-    """The program of an fmha case on sm_100a: one launch, or two and workspaces where the keys are split.
+    """The program of an fmha case on sm_100a: one launch, or two with workspaces if the keys are split.
 
-    `part_keys`: keys that a CTA visits, a multiple of TILE_N; it replaces the rule of split_keys.py.
+    `part_keys`: keys that a CTA visits, a multiple of TILE_N. It overrides the rule of split_keys.py.
     """
     shape = FmhaShape.of(case, "sm_100a")
     tiling = Sm100FmhaTiling(shape.hd)

@@ -1,8 +1,8 @@
-"""Warps 0-3: the online softmax, one folded query row a thread, everything in units of log2.
+"""Warps 0-3: the online softmax, one folded query row per thread, everything in units of log2.
 
 A row keeps `reference`, the scaled maximum that its P is relative to. It rises only when a tile's maximum exceeds it by
-more than RESCALE_ABOVE: below that, 2^(s - reference) stays far inside bf16 and fp32, and O needs no rescaling. Each
-row decides for itself, so that its bits do not depend on its neighbours.
+more than RESCALE_ABOVE: below that, 2^(s - reference) stays far inside the range of bf16 and fp32, and O needs no
+rescaling. Each row decides for itself, so that its bits do not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from backends.ptx.tcgen05 import lanes_of_warp
 
 RESCALE_ABOVE = 8.0
 S_CHUNK = 64
-"""S columns a tcgen05.ld."""
+"""S columns per tcgen05.ld."""
 P_CHUNK = 32
-"""P columns a tcgen05.st; two to a register."""
+"""P columns per tcgen05.st; two to a register."""
 PARTIAL_MAXIMA = 4
 
 
@@ -41,7 +41,7 @@ class SoftmaxRow:
 
 
 def emit_softmax(frame: Sm100FmhaFrame) -> None:
-    """All tiles, then the row sums for the epilogue and the log-sum-exp; of a part, its statistics."""
+    """All tiles, then the row sums for the epilogue and the log-sum-exp, or the part's statistics."""
     x = frame.x
     x.section("warps 0-3: softmax")
     is_softmax = x.let("is_softmax", "setp.lt.u32", frame.warp, SOFTMAX_WARPS.stop)
@@ -98,7 +98,7 @@ def _mask(x: Builder, thread: SoftmaxRow) -> None:
 
 
 def _raise_reference(x: Builder, frame: Sm100FmhaFrame, thread: SoftmaxRow) -> Register:
-    """Raises the reference where the tile's maximum asks for it; returns 2^(old - new), 1 where nothing changed."""
+    """Raises the reference if the tile's maximum requires it. Returns 2^(old - new), or 1 if nothing changed."""
     partial = x.regs("tile_max", "f32", PARTIAL_MAXIMA)
     for lane, register in enumerate(partial):
         x.emit("max.f32", register, thread.scores[lane], thread.scores[lane + PARTIAL_MAXIMA])
@@ -121,7 +121,7 @@ def _raise_reference(x: Builder, frame: Sm100FmhaFrame, thread: SoftmaxRow) -> R
 
 
 def _exponentiate(x: Builder, frame: Sm100FmhaFrame, thread: SoftmaxRow, buffer_tmem: Register) -> None:
-    """Writes P = 2^(s * scale - reference) as bf16 over the scores, and adds its fp32 values to the row sum."""
+    """Writes P = 2^(s * scale - reference) as bf16 over the scores and adds its fp32 values to the row sum."""
     shift = shift_of(x, thread.reference)
     other_sum = x.let("other_sum", "mov.f32", 0.0)
     packed = x.regs("p", "b32", P_CHUNK // 2)

@@ -1,19 +1,19 @@
-"""Warps 0-3: accumulators out of tensor memory, one row of the tile a thread.
+"""Warps 0-3: accumulators out of tensor memory, one row of the tile per thread.
 
-A thread holds half of its row, HALF_N columns, at a time. The half that the next tile's accumulator shares goes first:
+A thread holds half of its row, HALF_N columns, at a time. The half shared with the next tile's accumulator goes first:
 once it is in registers the MMA warp may go on, and the rest of the epilogue overlaps with the next tile.
 
 The first GEMM's epilogue is SwiGLU of gate and up, straight from tensor memory, requantised to NVFP4. Rows of W1
 alternate between `interleave` gates and as many ups: the up of gate column c is in column c + interleave of the same
-thread. Rounding contract: that of moe/swiglu.py, with the factor x_gs * w1_gs; then times the top-k weight if it comes
-before the requantisation. A thread writes its own results: 32 bytes of codes, a whole sector, and a word of scales for
-half a row. That is at most a fifth of what the second GEMM writes, too little to take the way through shared memory.
+thread. Rounding contract: as in moe/swiglu.py, with the factor x_gs * w1_gs; then times the top-k weight if it comes
+before the requantisation. Each thread writes its own results: 32 bytes of codes, a whole sector, and a word of scales
+for half a row. That is at most a fifth of what the second GEMM writes, too little to be worth staging in shared memory.
 
-The second GEMM's writes bf16 expert rows, through shared memory to TMA. Rounding contract: accumulator times
-(a2_gs * w2_gs), to nearest even in fp32, then to bf16. Each warp hands over its own 32 rows, STAGED_COLUMNS columns at
-a time, so that no warp waits for another. One thread would write 16 bytes here and there; TMA writes whole sectors.
-Rows that fill up a tile are written along with the others of their warp and mean nothing; a warp without a token writes
-nothing.
+The second GEMM's epilogue writes bf16 expert rows through shared memory with TMA. Rounding contract: accumulator times
+(a2_gs * w2_gs), rounded to nearest even in fp32, then to bf16. Each warp hands over its own 32 rows, STAGED_COLUMNS
+columns at a time, so that no warp waits for another. A thread alone would write scattered 16-byte pieces; TMA writes
+whole sectors. Padding rows are written along with the others of their warp and mean nothing; a warp without a token
+writes nothing.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ from backends.ptx.sm100_moe.geometry import (
 from backends.ptx.tcgen05 import lanes_of_warp
 
 CHUNK = HALF_N
-"""Columns a tcgen05.ld. ptxas would put off a second load, and the arrival behind it, to save registers."""
+"""Columns per tcgen05.ld. ptxas would delay a second load, and the arrival after it, to save registers."""
 SHARED_COLUMN = ACCUMULATOR_STRIDE
-"""Both accumulators have columns SHARED_COLUMN to SHARED_COLUMN + HALF_N - 1."""
+"""Both accumulators contain columns SHARED_COLUMN to SHARED_COLUMN + HALF_N - 1."""
 
 
 class RowEpilogue(Protocol):
-    """What one GEMM does with a row."""
+    """How one GEMM handles a row."""
 
     def begin(self) -> None:
-        """Once, in the warps of the epilogue."""
+        """Runs once, in the warps of the epilogue."""
         ...
 
     def begin_tile(self, tile: Tile, row: Register) -> None:
-        """Loads what the padded row `row` needs, before anybody waits for the accumulator."""
+        """Loads what the padded row `row` needs, before the wait for the accumulator."""
         ...
 
     def finish_half(self, half: Register, accumulator: Vector) -> None:
-        """Columns half * HALF_N and on of this tile are in `accumulator`, f32."""
+        """Handles columns half * HALF_N onwards of this tile, given in `accumulator` as f32."""
         ...
 
     def end(self) -> None:
-        """When there are no more tiles."""
+        """Runs after the last tile."""
         ...
 
 
 def emit_epilogue(frame: GemmFrame, rows: RowEpilogue) -> None:
-    """All tiles of this CTA."""
+    """Runs the epilogue over all tiles of this CTA."""
     x = frame.x
     x.section("warps 0-3: epilogue")
     is_epilogue = x.let("is_epilogue", "setp.lt.u32", frame.warp, EPILOGUE_WARPS.stop)
@@ -110,7 +110,7 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class RowsParams(Parameters):
-    """Parameters behind GemmParams. `rows`: [rows][hidden] bf16."""
+    """Parameters after GemmParams. `rows`: [rows][hidden] bf16."""
 
     rows: Map
     token_of_row: Pointer
@@ -132,7 +132,7 @@ class ExpertRow:
         self.first_column, self.warp_row = x.reg("first_column", "u32"), x.reg("warp_row", "u32")
 
     def begin(self) -> None:
-        """Finds where warp and row stage: vector v of row r at v ^ (r / 2 mod 4) (64-byte swizzle)."""
+        """Computes where the warp and the row stage: vector v of row r at v ^ (r / 2 mod 4) (64-byte swizzle)."""
         x, frame = self.frame.x, self.frame
         x.elect(self.leader)
         x.emit("mad.lo.u32", self.staged, frame.warp, STAGED_WARP_BYTES, frame.smem.base)
@@ -144,7 +144,7 @@ class ExpertRow:
         x.emit("shl.b32", self.swizzle, self.swizzle, VECTOR_BYTES.bit_length() - 1)
 
     def begin_tile(self, tile: Tile, row: Register) -> None:
-        """Finds out whether the warp has a token, the scale of its expert, and where its rows go."""
+        """Determines whether the warp has a token, the scale of its expert, and where its rows go."""
         x, params = self.frame.x, self.params
         token = x.entry_of("token", params.token_of_row, row)
         is_token = x.let("is_token", "setp.lt.u32", token, params.tokens)
@@ -174,7 +174,7 @@ class ExpertRow:
                 x.emit("add.u32", column, column, STAGED_COLUMNS)
 
     def end(self) -> None:
-        """Shared memory must outlive the copies."""
+        """Waits for the copies to read shared memory, which must outlive them."""
         self._free_staging()
 
     def _free_staging(self) -> None:
@@ -197,7 +197,7 @@ HALF_CODE_BYTES = WIDTH // 2
 
 @dataclass(frozen=True, slots=True)
 class SwigluParams(Parameters):
-    """Parameters behind GemmParams."""
+    """Parameters after GemmParams."""
 
     token_of_row: Pointer
     route_of_row: Pointer
@@ -224,14 +224,14 @@ class SwigluRow:
         self.swiglu = Swiglu(x, params.clamp if variant.clamped else None)
 
     def begin(self) -> None:
-        """Makes the lower limit of the ups."""
+        """Computes the lower limit of the ups."""
         self.swiglu.begin()
 
     def end(self) -> None:
-        """Nothing to wait for: each thread stored by itself."""
+        """Does nothing: each thread stored its own results."""
 
     def begin_tile(self, tile: Tile, row: Register) -> None:
-        """Loads the scales of this row; 0 for a row that fills up a tile, so that its activations are zeros."""
+        """Loads the scales of this row. A padding row gets 0, so that its activations are zeros."""
         x, params = self.frame.x, self.params
         token = x.entry_of("token", params.token_of_row, row)
         is_token = x.let("is_token", "setp.lt.u32", token, params.tokens)
@@ -248,7 +248,7 @@ class SwigluRow:
         self._place_outputs(tile, row)
 
     def _place_outputs(self, tile: Tile, row: Register) -> None:
-        """a2_codes [rows, intermediate / 2]; a2_sf [row tiles, intermediate / 64] atoms, one word a row and WIDTH."""
+        """a2_codes [rows, intermediate / 2]; a2_sf [row tiles, intermediate / 64] atoms, one word per row and WIDTH."""
         x, params = self.frame.x, self.params
         first = x.let("first_activation", "mul.lo.u32", tile.n_tile, TILE_N // 2)
         element = x.let("first_code", "mul.wide.u32", row, params.intermediate)
@@ -263,7 +263,7 @@ class SwigluRow:
         x.emit("add.s64", self.scales, self.scales, word_in_atom(x, self.frame.thread))
 
     def finish_half(self, half: Register, accumulator: Vector) -> None:
-        """WIDTH activations from HALF_N columns."""
+        """Makes WIDTH activations from HALF_N columns."""
         x = self.frame.x
         values = [self._activation(accumulator, element) for element in range(HALF_N // 2)]
         words, scales = emit_requantise(x, tuple(values), self.a2)

@@ -1,4 +1,4 @@
-"""What every role of a grouped GEMM shares: parameters, shared memory, tensor memory, and the walk over the tiles."""
+"""Shared by all roles of a grouped GEMM: parameters, shared memory, tensor memory, and the loop over the tiles."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from backends.ptx.tcgen05 import Threads, meet, set_up
 
 @dataclass(frozen=True, slots=True)
 class GemmParams(Parameters):
-    """The first parameters of both grouped GEMMs. `row_tiles`: the number of row tiles. `expert_of_tile`: the expert
-    of each, u32. `n_tiles`, `k_stages`: how many of each."""
+    """The first parameters of both grouped GEMMs. `row_tiles`: the number of row tiles. `expert_of_tile`: the expert of
+    each row tile, u32. `n_tiles`, `k_stages`: how many there are."""
 
     a: Map
     b: Map
@@ -32,7 +32,7 @@ class GemmParams(Parameters):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One tile of a role's walk. `index` counts the tiles of this CTA; `first_row` = TILE_M * row_tile."""
+    """One tile in a role's loop. `index` counts the tiles of this CTA; `first_row` = TILE_M * row_tile."""
 
     index: Register
     row_tile: Register
@@ -66,10 +66,10 @@ class GemmFrame:
 
     @contextmanager
     def tiles(self, role: str) -> Iterator[Tile]:
-        """Runs the body once a tile of this CTA.
+        """Runs the body once per tile of this CTA.
 
-        CTA c takes tiles c, c + grid, ... Row tiles that share weights are neighbours, so that CTAs which run at the
-        same time read the same weights.
+        CTA c takes tiles c, c + grid, ... Row tiles that share weights are adjacent, so that CTAs running at the same
+        time read the same weights.
         """
         x = self.x
         linear = x.let(f"{role}_linear", "mov.u32", CTAID_X)
@@ -84,7 +84,7 @@ class GemmFrame:
 
 
 def open_frame(x: Builder, params: GemmParams, layout: SmemLayout) -> GemmFrame:
-    """Sets up barriers and tensor memory. Call it when all parameters are declared."""
+    """Sets up barriers and tensor memory. Call it after all parameters are declared."""
     smem = Smem.declare(x, f"{x.entry}_smem", layout)
     x.section("barriers, tensor memory, how many tiles")
     thread = x.let("thread", "mov.u32", TID_X)

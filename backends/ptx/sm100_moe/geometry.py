@@ -1,7 +1,7 @@
 """How the grouped GEMMs are cut into tiles, tensor memory columns and shared memory stages.
 
 The TILE_M rows of a tile are the lanes of TMEM. Nothing here depends on the case: hidden, intermediate, the number of
-experts and their loads are known at run time.
+experts and their loads are known only at run time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from backends.ptx.shared_memory import SmemLayout
 from backends.ptx.tcgen05 import WarpRoles, smem_descriptor, with_tmem_base
 
 TILE_N = 256
-"""Weight rows a tile. The widest MMA reads the fewest bytes of shared memory a product."""
+"""Weight rows per tile. The widest MMA reads the fewest bytes of shared memory per product."""
 HALF_N = TILE_N // 2
 """Accumulator columns that the epilogue holds in registers at a time."""
 MMA_K = 64
@@ -29,7 +29,7 @@ SFB_BYTES = B_ATOMS * SFA_BYTES
 STAGE_BYTES = A_BYTES + B_BYTES + SFA_BYTES + SFB_BYTES
 STAGES = 4
 SM_COUNT = 148
-"""Persistent CTAs of a grouped GEMM: one on each streaming multiprocessor of a B200."""
+"""Persistent CTAs of a grouped GEMM: one per SM of a B200."""
 
 EPILOGUE_WARPS = range(4)
 ROLES = WarpRoles(mma=4, producer=5)
@@ -37,7 +37,7 @@ THREADS = 192
 EPILOGUE_THREADS = 128
 
 ACCUMULATOR_STRIDE = 128
-"""Columns between the accumulators. Both are TILE_N wide: the upper half of the first is the lower of the second."""
+"""Columns between the accumulators. Each has TILE_N: the upper half of the first is the second's lower half."""
 SF_COLUMN = ACCUMULATOR_STRIDE + TILE_N
 SFA_COLUMNS = TILE_M // 32
 SFB_COLUMNS = TILE_N // 32
@@ -47,13 +47,13 @@ SF_SLOT_COLUMNS = STAGE_STEPS * (SFA_COLUMNS + SFB_COLUMNS)
 """Columns of the scale factors of one stage."""
 
 STAGED_COLUMNS = 32
-"""bf16 columns of expert rows that a warp hands to TMA at a time; shared memory has room for no more."""
+"""bf16 columns of expert rows that a warp hands to TMA at a time; shared memory has no room for more."""
 STAGED_ROW_BYTES = STAGED_COLUMNS * 2
 STAGED_WARP_BYTES = 32 * STAGED_ROW_BYTES
 
 
 def smem_layout(*, staged: bool) -> SmemLayout:
-    """The ring of operands and scale factors, room for rows on their way out if `staged`, and the mbarriers."""
+    """The ring of operands and scale factors, a staging buffer for output rows if `staged`, and the mbarriers."""
     layout = SmemLayout().with_place("a", STAGES * A_BYTES, 1024).with_place("b", STAGES * B_BYTES, 1024)
     layout = layout.with_place("sfa", STAGES * SFA_BYTES, 128).with_place("sfb", STAGES * SFB_BYTES, 128)
     if staged:
@@ -70,6 +70,6 @@ def instruction_descriptor() -> int:
 
 
 OPERAND_DESCRIPTOR = smem_descriptor(stride_bytes=8 * STAGE_ROW_BYTES)
-"""Of codes: K-major, 128-byte swizzle."""
+"""Descriptor of codes: K-major, 128-byte swizzle."""
 SCALE_DESCRIPTOR = smem_descriptor(stride_bytes=128, leading_bytes=16, swizzle_128b=False)
-"""Of a scale factor atom for tcgen05.cp.32x128b: 32 rows of 16 bytes (facts.md 1.2)."""
+"""Descriptor of a scale factor atom for tcgen05.cp.32x128b: 32 rows of 16 bytes (facts.md 1.2)."""

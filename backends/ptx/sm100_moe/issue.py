@@ -1,15 +1,15 @@
-"""The two warps that issue: warp 5 loads operands and scale factors along K, warp 4 copies scales and multiplies.
+"""The two issuing warps: warp 5 loads operands and scale factors along K, warp 4 copies scales and multiplies.
 
-Weights and scale factors are whole boxes. The rows of A either lie together, a box as well, or are gathered from the
-tokens: 32 lanes, each with four rows, fill the 128 rows by `tile::gather4`, so that no copy of the activations is made.
-A row that fills up a tile has the number of tokens for its index and arrives as zeros.
+Weights and scale factors are whole boxes. The rows of A either are contiguous and also a box, or are gathered from the
+tokens: 32 lanes with four rows each fill the 128 rows by `tile::gather4`, so that the activations need no copy. A
+padding row has the number of tokens as its index and arrives as zeros.
 
-A stage's scale factors go to one of two slots of tensor memory. The ISA orders a copy before a later MMA, not an MMA
-before a later copy (PTX ISA, "Pipelined tcgen05 Instructions"). So the copies of stage i wait until the MMAs of stage
-i - 2 are reported done; those of stage i - 1 keep the tensor core busy meanwhile.
+A stage's scale factors go to one of two slots of tensor memory. The ISA orders a copy before a later MMA, but not an
+MMA before a later copy (PTX ISA, "Pipelined tcgen05 Instructions"). So the copies of stage i wait until the MMAs of
+stage i - 2 are reported done; the MMAs of stage i - 1 keep the tensor core busy meanwhile.
 
 Two whole accumulators and the scale factors do not fit, so the accumulators of consecutive tiles overlap by half. The
-epilogue moves the shared half to its registers first and says so; the MMAs of the next tile wait for nothing else.
+epilogue first moves the shared half to registers and signals it; the next tile's MMAs wait for nothing else.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GATHER_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Producer:
-    """The loading warp. `token_of_row`: address of the token of each padded row, u32, if A is to be gathered."""
+    """The loading warp. `token_of_row`: address of the token of each padded row, u32, if A is gathered."""
 
     frame: GemmFrame
     ring: RingCursor
@@ -71,7 +71,7 @@ class _TileOrigin:
 
 @dataclass(frozen=True, slots=True)
 class _Depth:
-    """How far along K a stage begins: in stages, bytes of codes and scale factor atoms."""
+    """How far along K a stage begins, in stages, bytes of codes and scale factor atoms."""
 
     stage: Register
     byte: Register
@@ -79,7 +79,7 @@ class _Depth:
 
 
 def emit_producer(frame: GemmFrame, token_of_row: Register | None) -> None:
-    """All tiles of this CTA. `token_of_row` as in `_Producer`."""
+    """Loads all tiles of this CTA. `token_of_row` as in `_Producer`."""
     x = frame.x
     x.section("warp 5: TMA producer")
     is_producer = x.let("is_producer_warp", "setp.eq.u32", frame.warp, ROLES.producer)
@@ -126,7 +126,7 @@ def _load_tile(producer: _Producer, origin: _TileOrigin) -> None:
 
 
 def _load_boxes(producer: _Producer, origin: _TileOrigin, k: _Depth, full: Address) -> None:
-    """Weights and scale factors."""
+    """Loads weights and scale factors."""
     x, params, ring = producer.frame.x, producer.frame.params, producer.ring
     expert, row_tile = origin.tile.expert, origin.tile.row_tile
     b_data, sfa_data, sfb_data = ring.data("b", B_BYTES), ring.data("sfa", SFA_BYTES), ring.data("sfb", SFB_BYTES)
@@ -164,7 +164,7 @@ class GemmMmaIssuer:
 
 
 def emit_mma(frame: GemmFrame) -> None:
-    """All tiles of this CTA."""
+    """Multiplies all tiles of this CTA."""
     x = frame.x
     x.section("warp 4: MMA issuer")
     is_mma = x.let("is_mma", "setp.eq.u32", frame.warp, ROLES.mma)
@@ -214,7 +214,7 @@ def _multiply_stage(issuer: GemmMmaIssuer, accumulator: Register, k_stage: Regis
 
 
 def _copy_scales(issuer: GemmMmaIssuer, scales: Register) -> None:
-    """Copies every atom to four columns: A's by step, B's by step and by 128 weight rows."""
+    """Copies every atom to four columns: A's per step, B's per step and 128 weight rows."""
     x = issuer.frame.x
     sfa = issuer.descriptor("sfa", SFA_BYTES, SCALE_DESCRIPTOR)
     sfb = issuer.descriptor("sfb", SFB_BYTES, SCALE_DESCRIPTOR)

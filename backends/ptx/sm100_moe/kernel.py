@@ -23,7 +23,7 @@ from backends.ptx.sm100_moe.issue import emit_mma, emit_producer
 from backends.ptx.tcgen05 import tear_down
 
 PTX_VERSION = (8, 7)
-"""kind::mxf4nvf4 with .scale_vec::4X appeared in PTX ISA 8.7; all else that the kernels use is older."""
+"""kind::mxf4nvf4 with .scale_vec::4X appeared in PTX ISA 8.7; the kernels use nothing newer."""
 L2_ENTRY = "moe_rows"
 L1_SMEM = smem_layout(staged=False)
 L2_SMEM = smem_layout(staged=True)
@@ -38,7 +38,7 @@ class GemmKernel:
 
 
 def l1_entry(variant: SwigluVariant) -> str:
-    """The entry of the first GEMM."""
+    """The entry name of the first GEMM."""
     parts = ["moe_swiglu", f"interleave{variant.interleave}"]
     return "_".join(parts + ["clamped"] * variant.clamped + ["weighted"] * variant.weighted)
 

@@ -1,7 +1,7 @@
-"""From a case to a Program: its axes, and the workspaces, tensor maps, scalars and grids of the launches of its stage.
+"""From a case to a Program: workspaces, tensor maps, scalars and grids for the launches of its stage.
 
-Tensor maps read codes in boxes of one stage along K, and whole scale factor atoms. Beyond K and beyond the rows of one
-expert, zeros are read.
+Tensor maps read codes in boxes of one stage along K, and whole scale factor atoms. Past K and past the rows of one
+expert they read zeros.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ATOM_WORDS = ATOM_BYTES // 4
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One of the weight tensors: `name` is w1 or w2; `rows` by `k` an expert."""
+    """One of the weight tensors. `name` is w1 or w2; each expert is `rows` by `k`."""
 
     name: str
     num_experts: int
@@ -79,7 +79,7 @@ def row_scales(tensor: str, row_tiles: int, k: int) -> TensorMapArg:
 
 
 def token_codes(tokens: int, hidden: int) -> TensorMapArg:
-    """x_codes [tokens][hidden / 2], to be gathered row by row."""
+    """x_codes [tokens][hidden / 2], gathered row by row."""
     return _matrix("x_codes", tokens, hidden, 1)
 
 
@@ -141,7 +141,7 @@ def _gather_scales(shape: MoeShape) -> Step:
 
 
 def _l1(shape: MoeShape) -> Step:
-    """w1 has 2 * intermediate rows, whole tiles of them; the tokens are gathered row by row."""
+    """w1 has 2 * intermediate rows, a whole number of tiles; the tokens are gathered row by row."""
     operands = _Operands(
         a=token_codes(shape.tokens, shape.hidden),
         sfa=row_scales("sfa", shape.row_tiles, shape.hidden),
@@ -172,7 +172,7 @@ class _Operands:
 
 
 def _gemm(shape: MoeShape, kernel: GemmKernel, operands: _Operands, own: tuple[KernelArg, ...]) -> Step:
-    """`own`: the epilogue's arguments."""
+    """The launch of `kernel`. `own`: the epilogue's arguments."""
     weights = operands.weights
     n_tiles = tiles(weights.rows, TILE_N)
     common = GemmParams.arguments(

@@ -1,9 +1,9 @@
-"""The kernel before the first GEMM puts the scale factors of the tokens in the order of the expert rows, as atoms.
+"""The kernel before the first GEMM puts the tokens' scale factors in the order of the expert rows, as atoms.
 
-The codes of a row are 128 bytes a stage: TMA gathers them by itself. Its scale factors are 4 bytes an atom, and TMA
-moves 16 at least. So they alone are copied, an eighth of the bytes of the codes. Lane l of a warp takes the words of
-rows l, l + 32, l + 64 and l + 96 of a tile, 16 bytes that lie side by side in the atom. Rows that fill up a tile get
-zeros; the padding of x_sf is never read.
+A row has 128 bytes of codes per stage, which TMA can gather by itself. Its scale factors are 4 bytes per atom, and TMA
+moves at least 16. So only they are copied, an eighth of the bytes of the codes. Lane l of a warp takes the words of
+rows l, l + 32, l + 64 and l + 96 of a tile: 16 bytes that are adjacent in the atom. Padding rows get zeros; the padding
+of x_sf is never read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GatherParams(Parameters):
 
 
 def gather_scales_kernel(version: tuple[int, int]) -> Builder:
-    """Grid: row tiles at most, and groups of ATOMS_PER_CTA atoms along K."""
+    """Grid: (maximum number of row tiles, groups of ATOMS_PER_CTA atoms along K)."""
     x = Builder(GATHER_ENTRY, target="sm_100a", version=version, block=GATHER_THREADS)
     x.header(["Scale factors of the tokens, gathered into atoms of expert rows."])
     params = GatherParams.declare(x)
@@ -75,7 +75,7 @@ class _Source:
 
 
 def _source(x: Builder, params: GatherParams, row: Register, quarter: int) -> _Source:
-    """Of row `row` + 32 * quarter."""
+    """The source of row `row` + 32 * quarter."""
     entry = x.indexed_wide("token_at", params.token_of_row, row, 4)
     token = x.let("token", "ld.global.u32", at(entry, 4 * 32 * quarter))
     is_token = x.let("is_token", "setp.lt.u32", token, params.tokens)

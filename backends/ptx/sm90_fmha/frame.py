@@ -1,4 +1,4 @@
-"""What every part of the kernel shares: parameters, shared memory, and the rows and keys this CTA works on."""
+"""Shared by all parts of the kernel: parameters, shared memory, and the rows and keys of this CTA."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Sm90FmhaFrame(FmhaFrame):
     is_leader: Register
     """Thread 0, which loads."""
     part: KeyPart | None
-    """This CTA's part of the keys where they are split."""
+    """This CTA's part of the keys, or None if they are not split."""
 
 
 def open_frame(x: Builder, tiling: Tiling, part_keys: int | None) -> Sm90FmhaFrame:
     """Declares the parameters, computes the tile range and sets up the barriers.
 
-    `part_keys`: keys of a part where CTAs share them, a multiple of tile_n.
+    `part_keys`: keys per part if CTAs share them, a multiple of tile_n.
     """
     params = (SplitFmhaParams if part_keys else FmhaParams).declare(x)
     axes = params.axes
@@ -72,7 +72,7 @@ def open_frame(x: Builder, tiling: Tiling, part_keys: int | None) -> Sm90FmhaFra
 def _part(x: Builder, params: FmhaParams, batch: Register, part_keys: int | None) -> KeyPart | None:
     if isinstance(params, SplitFmhaParams) and part_keys:
         return KeyPart.read(x, params, batch, part_keys)
-    x.let("part", "mov.u64", 0)  # Nobody reads it. The programs that records of the H200 name by digest have it.
+    x.let("part", "mov.u64", 0)  # Unused. H200 records name programs by digest, and those programs have it.
     return None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from backends.ptx.shared_memory import MAX_SMEM, SmemLayout
 
 TILE_M = 64
-"""Folded query rows a CTA: M of wgmma."""
+"""Folded query rows per CTA: M of wgmma."""
 MMA_K = 16
 """bf16 elements of K in one wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Shape")."""
 ROW_BYTES = 128
@@ -17,24 +17,24 @@ THREADS = 128
 SM_COUNT = 132
 """SMs of an H200."""
 MAX_O_COLUMNS = 256
-"""N of wgmma is 256 at most; its f32 accumulator then takes 128 registers a thread."""
+"""N of wgmma is at most 256; its f32 accumulator then takes 128 registers per thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling(ABC):
-    """The tiling of one hd: a tile of query rows that stays in shared memory, and tiles of keys that come by."""
+    """The tiling of one hd: a tile of query rows resident in shared memory, and tiles of keys that stream past."""
 
     hd: int
 
     @property
     @abstractmethod
     def tile_m(self) -> int:
-        """Folded query rows a CTA."""
+        """Folded query rows per CTA."""
 
     @property
     @abstractmethod
     def tile_n(self) -> int:
-        """Keys a tile."""
+        """Keys per tile."""
 
     @property
     @abstractmethod
@@ -48,17 +48,17 @@ class Tiling(ABC):
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that keep an SM busy."""
+        """CTAs needed to keep an SM busy."""
         return 1
 
     @property
     @abstractmethod
     def smem(self) -> SmemLayout:
-        """Q, the ring (a stage is K, then V), what warpgroups hand each other, and the mbarriers."""
+        """Q, the ring (a stage is K, then V), the warpgroups' exchange buffers, and the mbarriers."""
 
     @property
     def halves(self) -> int:
-        """CTAs that share a row tile."""
+        """Number of CTAs that share a row tile."""
         return 1
 
     @property
@@ -83,7 +83,7 @@ class Tiling(ABC):
 
     @property
     def v_bytes(self) -> int:
-        """Bytes of V of one tile that are not those of K."""
+        """Bytes of V of one tile that are not also K."""
         return self.k_bytes
 
     @property
@@ -94,16 +94,16 @@ class Tiling(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Sm90FmhaTiling(Tiling):
-    """The tiling where a warpgroup is a CTA: kernel.py, up to hd 256."""
+    """The tiling with one warpgroup per CTA: kernel.py, up to hd 256."""
 
     @property
     def tile_m(self) -> int:
-        """Folded query rows a CTA."""
+        """Folded query rows per CTA."""
         return TILE_M
 
     @property
     def tile_n(self) -> int:
-        """Keys a tile."""
+        """Keys per tile."""
         return 64
 
     @property
@@ -118,7 +118,7 @@ class Sm90FmhaTiling(Tiling):
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that keep an SM busy: 8 heads of 32768 keys of hd 64 take 24.8 us in 256 CTAs and 27.7 in 128."""
+        """CTAs that keep an SM busy: 8 heads of 32768 keys of hd 64 take 24.8 us in 256 CTAs and 27.7 us in 128."""
         return 2 if self.hd == 64 else 1
 
     @property
@@ -131,74 +131,75 @@ class Sm90FmhaTiling(Tiling):
 
 
 PAIR_THREADS = 3 * THREADS
-"""The producer's warpgroup, and two consumers."""
+"""The producer's warpgroup and two consumers."""
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-"""After setmaxnreg: 128 x (24 + 2 x 240) are the 64,512 registers that 384 threads are launched with, 168 each."""
+"""Registers per thread after setmaxnreg: 128 x (24 + 2 x 240) is 64,512, the number of registers that 384 threads
+launch with, 168 each."""
 PAIR_WARPS = 8
 """Warps of both consumers."""
 PAIR_BYTES = 8
 """One f32 of each of a thread's two rows."""
 BARRIER_BYTES = 1024
-"""Shared memory that is left for mbarriers."""
+"""Shared memory reserved for mbarriers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairTiling(Tiling):
-    """The tiling where a warp loads and two warpgroups consume: pair.py.
+    """The tiling where one warp loads and two warpgroups consume: pair.py.
 
-    `latent`: whether K and V are one tensor. A tile is then loaded once, and read as both.
+    `latent`: whether K and V are one tensor. A tile is then loaded once and read as both.
     """
 
     latent: bool = False
 
     @property
     def shares_columns(self) -> bool:
-        """Whether the consumers have the same 64 rows and half of the columns of O each, not 64 rows each."""
+        """Whether the consumers share 64 rows and split the columns of O, instead of having 64 rows each."""
         return self.hd > MAX_O_COLUMNS
 
     @property
     def tile_m(self) -> int:
-        """Folded query rows a CTA."""
+        """Folded query rows per CTA."""
         return TILE_M if self.shares_columns else 2 * TILE_M
 
     @property
     def tile_n(self) -> int:
-        """Keys a tile."""
+        """Keys per tile."""
         return 128 if self.hd <= 128 else 64
 
     @property
     def score_keys(self) -> int:
-        """Keys of a tile whose scores a consumer computes."""
+        """Keys of a tile whose scores one consumer computes."""
         return self.tile_n // 2 if self.shares_columns else self.tile_n
 
     @property
     def o_columns(self) -> int:
-        """Columns of O a consumer."""
+        """Columns of O per consumer."""
         return min(self.hd, MAX_O_COLUMNS)
 
     @property
     def v_bytes(self) -> int:
-        """Bytes of V of one tile that are not those of K."""
+        """Bytes of V of one tile that are not also K."""
         return 0 if self.latent else self.k_bytes
 
     @property
     def stages(self) -> int:
-        """Tiles in flight: what shared memory holds beside Q and P."""
+        """Tiles in flight: as many as shared memory holds next to Q and P."""
         return (MAX_SMEM - BARRIER_BYTES - self.q_bytes - self.p_bytes - self.exchange_bytes) // self.stage_bytes
 
     @property
     def p_bytes(self) -> int:
-        """Bytes of P of one tile, which the consumers hand to each other where they share columns."""
+        """Bytes of P of one tile, which the consumers exchange if they share rows."""
         return TILE_M * self.tile_n * 2 if self.shares_columns else 0
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes of two numbers a thread, which the consumers show each other where they share columns."""
+        """Bytes of two numbers per thread, which the consumers exchange if they share rows."""
         return 2 * THREADS * PAIR_BYTES if self.shares_columns else 0
 
     @property
     def smem(self) -> SmemLayout:
-        """Q, the ring, P and two numbers a thread if columns are shared, and the mbarriers."""
+        """Q, the ring, P and two numbers per thread if the consumers share rows, and the mbarriers."""
         layout = SmemLayout().with_place("q", self.q_bytes, 1024)
         layout = layout.with_place("ring", self.stages * self.stage_bytes, 1024)
         if self.shares_columns:

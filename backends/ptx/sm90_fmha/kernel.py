@@ -1,13 +1,14 @@
-"""The FMHA forward kernel of one head dimension for sm_90a, as PTX text: one warpgroup a tile of 64 query rows.
+"""The FMHA forward kernel of one head dimension for sm_90a, as PTX text: one warpgroup per tile of 64 query rows.
 
-Q K^T takes both operands from shared memory. P stays in registers: the accumulator of the first wgmma, neighbours
-packed into bf16 pairs, already lies as the second one wants its A operand. V is read as it was stored, keys outermost,
-by the transposing (MN-major) form of B. pair.py has hd 512, where O would take 256 registers a thread, and many rows.
+Q K^T takes both operands from shared memory. P stays in registers: the accumulator of the first wgmma, with neighbours
+packed into bf16 pairs, already has the layout of the second one's A operand. V is read as it was stored, keys
+outermost, through the transposing (MN-major) form of B. pair.py handles hd 512, where O would take 256 registers per
+thread, and many rows.
 
-With few queries (decoding) the keys are split over CTAs, and a second kernel combines their partial results.
+With few queries (decode) the keys are split over CTAs, and a second kernel combines their partial results.
 
-A single warpgroup cannot overlap loads, MMA and softmax; the tiles in flight and two or three CTAs an SM do. Float
-arithmetic says `.rn` throughout, so that ptxas must not contract: every rounding is the same on a GPU and on the
+A single warpgroup cannot overlap loads, MMA and softmax; the tiles in flight and two or three CTAs per SM do. Float
+arithmetic uses `.rn` throughout, so that ptxas must not contract: every rounding is the same on a GPU and in the
 virtual machine.
 """
 
@@ -40,7 +41,7 @@ PLUS_A, PLUS_B, K_MAJOR, MN_MAJOR = 1, 1, 0, 1
 
 
 def entry_name(hd: int) -> str:
-    """The entry of the kernel for one hd."""
+    """The entry name of the kernel for one hd."""
     return f"fmha_forward_hd{hd}"
 
 
@@ -48,8 +49,8 @@ def entry_name(hd: int) -> str:
 def kernel_text(hd: int, part_keys: int | None = None) -> str:
     """PTX for sm_90a that serves every t, s_k, mask, batch and grouping of one hd.
 
-    With `part_keys`, a multiple of the tile, it writes the results of parts of so many keys, and the module has the
-    kernel that combines them.
+    With `part_keys`, a multiple of the tile, the kernel writes results of parts of that many keys, and the module also
+    has the kernel that combines them.
     """
     attention = _attention(hd, part_keys)
     return module_text([attention, combine_kernel(hd, "sm_90a", PTX_VERSION)]) if part_keys else attention.text()
@@ -73,7 +74,7 @@ def _attention(hd: int, part_keys: int | None) -> Builder:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """What both products read. `q`: descriptor of Q. `always`, `never`: predicates that make a wgmma add to its
+    """Inputs of both products. `q`: descriptor of Q. `always`, `never`: predicates that make a wgmma add to its
     accumulator, or overwrite it."""
 
     q: Register
@@ -82,7 +83,7 @@ class Products:
 
     @classmethod
     def open(cls, frame: Sm90FmhaFrame, q_data: Register | None = None) -> Products:
-        """Makes the registers. `q_data`: the address of the first row of Q; None: of the place q."""
+        """Declares the registers. `q_data`: the address of the first row of Q; None: the place q."""
         x, tiles = frame.x, frame.keys.count
         q_data = q_data or x.let("q_data", "add.u32", frame.smem.base, frame.smem.layout["q"])
         q = descriptor(x, "q", q_data)
@@ -113,7 +114,7 @@ def _tiles(frame: Sm90FmhaFrame, sums: Accumulators) -> None:
 
 
 def _score(frame: Sm90FmhaFrame, cursor: KvCursor, products: Products, scores: Vector) -> None:
-    """S = Q K^T of the stage's tile, once K has come."""
+    """S = Q K^T of the stage's tile, once K has arrived."""
     x, tiling = frame.x, frame.tiling
     x.comment("S = Q K^T")
     x.wait(at(cursor.k_full), cursor.parity, "k_full")
@@ -130,7 +131,7 @@ def _score(frame: Sm90FmhaFrame, cursor: KvCursor, products: Products, scores: V
 
 
 def _accumulate(frame: Sm90FmhaFrame, cursor: KvCursor, products: Products, p: Vector, outputs: Vector) -> None:
-    """O += P V of the stage's tile, once V has come."""
+    """O += P V of the stage's tile, once V has arrived."""
     x, tiling = frame.x, frame.tiling
     x.comment("O += P V")
     x.wait(at(cursor.v_full), cursor.parity, "v_full")
@@ -155,7 +156,7 @@ def advanced(x: Builder, operand: Register, offset: int) -> Register:
 
 
 def epilogue(frame: Sm90FmhaFrame, sums: Accumulators) -> None:
-    """O / sum as bf16, and lse."""
+    """Stores O / sum as bf16, and lse."""
     x, params = frame.x, frame.params
     x.section("epilogue: O / sum, and lse")
     wanted = x.let("lse_wanted", "setp.ne.u64", params.lse, 0)
@@ -180,7 +181,7 @@ def epilogue(frame: Sm90FmhaFrame, sums: Accumulators) -> None:
 
 
 def partial_epilogue(frame: Sm90FmhaFrame, sums: Accumulators, part: KeyPart) -> None:
-    """O as it stands, in fp32, with its reference and row sum; the combine kernel adds up the parts."""
+    """Stores O without normalisation, in fp32, with its reference and row sum; the combine kernel adds up the parts."""
     x = frame.x
     x.section("epilogue: partial results")
     quad_lane = x.let("quad_lane", "and.b32", frame.thread, 3)
@@ -200,7 +201,7 @@ def partial_epilogue(frame: Sm90FmhaFrame, sums: Accumulators, part: KeyPart) ->
 
 
 def _output_address(frame: Sm90FmhaFrame, row: Register, quad_lane: Register, element_bytes: int) -> Register:
-    """Where this lane's first two columns of `row` go; the others are 8 columns apart."""
+    """The address of this lane's first two columns of `row`; its other pairs follow 8 columns apart."""
     x = frame.x
     address = x.let("o_at", "mul.lo.u64", row, element_bytes * frame.tiling.hd)
     x.emit("add.s64", address, address, frame.params.o)

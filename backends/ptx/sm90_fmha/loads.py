@@ -1,4 +1,4 @@
-"""Thread 0 brings Q once and K and V tile by tile, each into its stage of the ring, as soon as the stage is free."""
+"""Thread 0 loads Q once and K and V tile by tile, each into its stage of the ring as soon as the stage is free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backends.ptx.sm90_fmha.geometry import ROW_BYTES, TILE_M
 
 @dataclass(frozen=True, slots=True)
 class KvStage:
-    """Where a stage of the ring is: the address of its K (V lies behind it) and of its two mbarriers."""
+    """The location of a ring stage: the address of its K (V follows it) and of its two mbarriers."""
 
     data: Register
     k_full: Address
@@ -22,7 +22,7 @@ class KvStage:
 
 @dataclass(frozen=True, slots=True)
 class KvCursor:
-    """Where the ring stands: addresses of the stage, the parity of the current lap, the stage's index."""
+    """A position in the ring: addresses of the stage, the parity of the current lap, the stage's index."""
 
     data: Register
     k_full: Register
@@ -48,7 +48,7 @@ class KvCursor:
         return KvStage(self.data, at(self.k_full), at(self.v_full))
 
     def advance(self, frame: Sm90FmhaFrame) -> None:
-        """On to the next stage; after the last one the first again, in the next lap."""
+        """Moves to the next stage; after the last one, to the first in the next lap."""
         x, tiling = frame.x, frame.tiling
         steps = (
             (self.index, 1),
@@ -65,7 +65,7 @@ class KvCursor:
 
 
 def load_first(frame: Sm90FmhaFrame) -> None:
-    """Q, and as many tiles as there are stages. Nothing is loaded where no row sees a key."""
+    """Loads Q and as many tiles as there are stages. Nothing is loaded if no row sees a key."""
     x, tiling, params, smem = frame.x, frame.tiling, frame.params, frame.smem
     x.section("thread 0: the first loads")
     with x.when(frame.is_leader, "first_loads"):
@@ -88,7 +88,7 @@ def load_first(frame: Sm90FmhaFrame) -> None:
 
 
 def load_next(frame: Sm90FmhaFrame, cursor: KvCursor, tile: Register, key: Register) -> None:
-    """Refills the stage that everybody has just read with the tile that comes a lap later, if there is one."""
+    """Refills the stage that all threads have just read with the tile one lap later, if there is one."""
     x, tiling = frame.x, frame.tiling
     x.comment("Every warp has waited for its wgmma: the stage may be overwritten.")
     x.sync_cta()
@@ -100,7 +100,7 @@ def load_next(frame: Sm90FmhaFrame, cursor: KvCursor, tile: Register, key: Regis
 
 
 def _load_tile(frame: Sm90FmhaFrame, stage: KvStage, key: Register) -> None:
-    """K and V of the tile that begins at `key` into `stage`."""
+    """Loads K and V of the tile that begins at `key` into `stage`."""
     x, tiling, params = frame.x, frame.tiling, frame.params
     x.expect_tx(stage.k_full, tiling.k_bytes)
     for panel in range(tiling.hd // PANEL_COLUMNS):

@@ -1,9 +1,9 @@
-"""Attention of one query on few keys for sm_90a, as PTX text: a CTA a row of O, no tensor cores, all loads at once.
+"""Attention of one query on few keys for sm_90a, as PTX text: one CTA per row of O, no tensor cores, all loads at once.
 
-Such a call is as long as its longest chain of waits. So there are no tensor maps and no barriers in memory: a thread
-asks for its parts of Q, K and V before it uses any, the warps meet once, and some threads add up what they have.
+Such a call is as long as its longest chain of waits. So there are no tensor maps and no mbarriers: a thread issues its
+loads of Q, K and V before it uses any of them, the warps synchronise once, and some threads add up the warps' results.
 
-A key has hd / 8 lanes of a warp, eight columns each. Warp w has in turn i the keys from (32 i + w) * keys_of_warp on.
+A key has hd / 8 lanes of a warp, eight columns each. In turn i, warp w has the keys from (32 i + w) * keys_of_warp on.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from backends.ptx.sm90_fmha.softmax import from_lane
 from megamoe.contract import Launch, Program
 
 MIN_KEYS, MAX_KEYS = 129, 512
-"""It reads all keys of a row of O for that row alone. So longer caches, and several tokens, are better off in tiles
-that rows share. Up to 128 keys two tiles, both loaded at once, take as long: 5.6 and 6.1 us at hd 64 and 128
+"""The kernel reads all keys of a row of O for that row alone, so longer caches and several tokens do better in tiles
+that rows share. Up to 128 keys, two tiles that are loaded at once are as fast: 5.6 and 6.1 us at hd 64 and 128
 (results/records/h200-fmha-turns.json)."""
 MAX_ROWS = SM_COUNT
-"""Rows of O, query heads of all sequences, for which a row has a CTA, and so an SM. 256 rows of hd 128 on 256 keys
-take 12.7 us so, and 8.2 in tiles (results/records/h200-fmha-short.json)."""
+"""The most rows of O (query heads of all sequences) for which each row gets a CTA, and so an SM. 256 rows of hd 128 on
+256 keys take 12.7 us this way and 8.2 us in tiles (results/records/h200-fmha-short.json)."""
 WARPS, LANES = 32, 32
 VECTOR = 8
-"""Columns of a lane: 16 bytes."""
+"""Columns per lane: 16 bytes."""
 F32_BYTES = 4
 UPPER_HALF = 0xFFFF0000
 """The upper bf16 of a pair is an f32 whose lower half is zero."""
@@ -47,28 +47,28 @@ UPPER_HALF = 0xFFFF0000
 
 @dataclass(frozen=True, slots=True)
 class RowTiling:
-    """Who has which keys."""
+    """How the keys are assigned to warps and lanes."""
 
     hd: int
 
     @property
     def lanes(self) -> int:
-        """Lanes of a key."""
+        """Lanes per key."""
         return self.hd // VECTOR
 
     @property
     def keys_of_warp(self) -> int:
-        """Keys that a warp has in a turn."""
+        """Keys of a warp per turn."""
         return LANES // self.lanes
 
     @property
     def keys_of_turn(self) -> int:
-        """Keys that the CTA has in a turn."""
+        """Keys of the CTA per turn."""
         return WARPS * self.keys_of_warp
 
     @property
     def turns(self) -> int:
-        """Keys of a lane."""
+        """Turns, which is the number of keys of a lane."""
         return MAX_KEYS // self.keys_of_turn
 
     @property
@@ -85,7 +85,7 @@ class RowTiling:
 
 @dataclass(frozen=True, slots=True)
 class RowParams(Parameters):
-    """Parameters in order. `lse` is null when it is not wanted."""
+    """The parameters, in order. `lse` is null when it is not wanted."""
 
     q: Pointer
     k: Pointer
@@ -96,13 +96,13 @@ class RowParams(Parameters):
 
 
 def row_tiling(shape: FmhaShape) -> RowTiling | None:
-    """The kernel for a case of one query on few keys; None for others. Of hd, t, s_k and the number of rows."""
+    """The kernel for a case of one query on few keys; None for others. Depends on hd, t, s_k and the number of rows."""
     fits = shape.t == 1 and shape.hd in (64, 128) and MIN_KEYS <= shape.s_k <= MAX_KEYS
     return RowTiling(shape.hd) if fits and shape.batch * shape.kv_heads * shape.rows <= MAX_ROWS else None
 
 
 def row_program(shape: FmhaShape, tiling: RowTiling) -> Program:
-    """One launch, a CTA a row."""
+    """One launch with one CTA per row."""
     launch = Launch(
         entry=row_name(tiling),
         grid=(shape.batch * shape.kv_heads * shape.rows, 1, 1),
@@ -114,7 +114,7 @@ def row_program(shape: FmhaShape, tiling: RowTiling) -> Program:
 
 
 def row_name(tiling: RowTiling) -> str:
-    """The entry of the kernel."""
+    """The entry name of the kernel."""
     return f"fmha_forward_row_hd{tiling.hd}"
 
 
@@ -142,7 +142,8 @@ def row_text(tiling: RowTiling) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a thread stands. `keys`: of its turns; `first`: the first key that the row sees. `column`: its first."""
+    """The position of a thread. `keys`: its key in each turn. `first`: the first key that the row sees. `column`: the
+    thread's first column."""
 
     thread: Register
     warp: Register
@@ -154,7 +155,7 @@ class _Place:
 
     @classmethod
     def open(cls, x: Builder, params: RowParams, tiling: RowTiling) -> _Place:
-        """From the indices of CTA and thread."""
+        """Computes the position from the indices of CTA and thread."""
         x.section("which keys, which columns")
         thread = x.let("thread", "mov.u32", TID_X)
         row = x.let("row", "mov.u32", CTAID_X)
@@ -173,7 +174,7 @@ class _Place:
 def _loads(
     x: Builder, params: RowParams, tiling: RowTiling, place: _Place
 ) -> tuple[Vector, list[Vector], list[Vector]]:
-    """This lane's columns of Q, and of K and V of its keys, as pairs of bf16."""
+    """This lane's columns of Q, and of K and V for its keys, as pairs of bf16."""
     x.section("all loads")
     x.comment("A key that the row does not see is one that it sees to the loads: they need no branch.")
     row_bytes = tiling.hd * BF16_BYTES
@@ -205,7 +206,7 @@ def _loads(
 
 
 def _halves(x: Builder, words: Vector) -> list[Register]:
-    """The bf16 of pairs as f32."""
+    """The bf16 values of the pairs, as f32."""
     values: list[Register] = []
     for word in words:
         values += [x.let("low", "shl.b32", word, 16), x.let("high", "and.b32", word, UPPER_HALF)]
@@ -222,7 +223,7 @@ def _own_keys(
     k: list[Vector],
     v: list[Vector],
 ) -> None:
-    """Softmax and P V over the keys of each warp, stored by the lanes of its first key."""
+    """Softmax and P V over the keys of each warp; the lanes of its first key store the result."""
     x.section("the keys of a warp")
     query = _halves(x, q)
     within = [1 << step for step in range(tiling.lanes.bit_length() - 1)]
@@ -274,7 +275,7 @@ def _own_keys(
 
 
 def _all_keys(x: Builder, smem: Smem, params: RowParams, tiling: RowTiling, place: _Place) -> None:
-    """Two columns of O a thread, from those of all warps; one thread stores lse."""
+    """Two columns of O per thread, combined from all warps; one thread stores lse."""
     x.section("all keys")
     adds = x.let("adds", "setp.lt.u32", place.thread, tiling.hd // 2)
     with x.when(adds, "add_up"):

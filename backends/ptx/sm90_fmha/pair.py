@@ -1,11 +1,12 @@
-"""The FMHA forward kernel for sm_90a with a warp that loads and two warpgroups that consume, as PTX text.
+"""The FMHA forward kernel for sm_90a with one warp that loads and two warpgroups that consume, as PTX text.
 
-For many rows a key, and for hd 512. The consumers never wait for each other where they have 64 rows each: products of
-one run under the softmax of the other. At hd 512 O of 64 rows takes 256 registers a thread of one warpgroup. So there
-they have the same rows and half of the columns of O each, and each computes S for half of the keys of a tile. They show
-each other their maxima, and hand each other P through shared memory.
+For many rows per key, and for hd 512. With 64 rows each the consumers never wait for each other: the products of one
+run under the softmax of the other. At hd 512, O of 64 rows would take 256 registers per thread of one warpgroup. So
+there the consumers share 64 rows, each has half of the columns of O, and each computes S for half of the keys of a
+tile. They exchange their maxima, and P, through shared memory.
 
-Where K and V are one latent tensor, a tile is loaded once and read as both: 64 columns of K lie as 64 columns of V do.
+If K and V are one latent tensor, a tile is loaded once and read as both: 64 columns of K have the same layout as 64
+columns of V.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ from backends.ptx.split_keys import combine_kernel
 from backends.ptx.tcgen05 import RingCursor
 
 SHOWN_BARRIER, HANDED_BARRIER = 1, 2
-"""Named barriers of both consumers: maxima are shown, P is handed over."""
+"""Named barriers of both consumers: maxima are visible, P is complete."""
 
 
 def pair_name(tiling: PairTiling) -> str:
-    """The entry of the kernel."""
+    """The entry name of the kernel."""
     return f"fmha_forward_pair_hd{tiling.hd}" + ("_latent" if tiling.latent else "")
 
 
@@ -90,7 +91,7 @@ def _attention(tiling: PairTiling, part_keys: int | None) -> Builder:
 
 
 def _produce(frame: Sm90FmhaFrame, tiling: PairTiling, group: Register) -> None:
-    """Thread 0 brings Q once, and K and V tile by tile as soon as both consumers have left a stage."""
+    """Thread 0 loads Q once, and K and V tile by tile as soon as both consumers have released a stage."""
     x, params, smem = frame.x, frame.params, frame.smem
     x.section("warpgroup 0: thread 0 loads")
     produces = x.let("produces", "setp.eq.u32", group, 0)
@@ -128,14 +129,14 @@ class _Consumer:
     tiling: PairTiling
     number: Register
     releases: Register
-    """Whether this thread says that its warp has left a stage."""
+    """Whether this thread signals that its warp has left a stage."""
     sums: Accumulators
     products: Products
     scores: Vector
 
     @classmethod
     def open(cls, frame: Sm90FmhaFrame, tiling: PairTiling, group: Register) -> _Consumer:
-        """Its registers; O = 0."""
+        """Declares its registers and sets O = 0."""
         x = frame.x
         x.section("warpgroups 1 and 2: consume")
         x.setmaxnreg("inc", CONSUMER_REGISTERS)
@@ -156,7 +157,7 @@ class _Consumer:
         return cls(own, tiling, number, releases, sums, products, scores)
 
     def tiles(self) -> None:
-        """All tiles of keys."""
+        """Processes all tiles of keys."""
         x, tiling, frame = self.frame.x, self.tiling, self.frame
         x.section("tiles of keys")
         ring = RingCursor.start(frame.smem, tiling.stages, "read", parity=0)
@@ -185,7 +186,7 @@ class _Consumer:
             exchange.add_sums()
 
     def _score(self, ring: RingCursor, data: Register) -> None:
-        """S = Q K^T of this consumer's keys of the tile, once K has come."""
+        """S = Q K^T of this consumer's keys of the tile, once K has arrived."""
         x, tiling = self.frame.x, self.tiling
         x.comment("S = Q K^T")
         ring.wait("k_full")
@@ -205,7 +206,7 @@ class _Consumer:
             x.arrive(ring.barrier("k_empty"), guard=self.releases)
 
     def _accumulate(self, ring: RingCursor, data: Register, p: Vector | Register) -> None:
-        """O += P V of this consumer's columns, once V has come. `p`: registers, or the descriptor of P."""
+        """O += P V of this consumer's columns, once V has arrived. `p`: registers, or the descriptor of P."""
         x, tiling = self.frame.x, self.tiling
         x.comment("O += P V")
         if not tiling.latent:
@@ -232,11 +233,11 @@ class _Consumer:
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """What consumers that share columns show and hand each other.
+    """Exchange buffers of consumers that share rows.
 
-    `mine`, `other`: where this thread has two f32 for the other consumer, and where that one's thread has its own.
-    `p`: the descriptor of P of the tile, 64 keys of 64 rows. `stores`: where this thread's pairs of columns of its
-    upper row go, by blocks of 8 keys; those of its lower row lie 8 rows on.
+    `mine`, `other`: where this thread stores two f32 for the other consumer, and where that consumer's thread stores
+    its own. `p`: the descriptor of P of the tile, 64 keys of 64 rows. `stores`: where this thread's column pairs of its
+    upper row go, one per block of 8 keys; those of its lower row go 8 rows further.
     """
 
     consumer: _Consumer
@@ -247,7 +248,7 @@ class _Exchange:
 
     @classmethod
     def open(cls, consumer: _Consumer) -> _Exchange:
-        """Its addresses."""
+        """Computes the addresses."""
         frame, number = consumer.frame, consumer.number
         x, smem = frame.x, frame.smem
         place = x.indexed("exchange_at", smem.base, frame.thread, PAIR_BYTES)
@@ -275,7 +276,8 @@ class _Exchange:
         return cls(consumer, at(mine, offset), at(other, offset), p, tuple(stores))
 
     def probabilities(self, key: Register) -> Register:
-        """P of the tile in shared memory. `key`: the first of this consumer's keys. O is rescaled."""
+        """Writes P of the tile to shared memory and returns its descriptor. Rescales O. `key`: this consumer's first
+        key."""
         frame, sums, scores = self.consumer.frame, self.consumer.sums, self.consumer.scores
         x = frame.x
         mask(frame, sums.rows, scores, key)
@@ -291,13 +293,13 @@ class _Exchange:
         return self.p
 
     def add_sums(self) -> None:
-        """The row sums become those of all keys."""
+        """Makes the row sums those of all keys."""
         rows, x = self.consumer.sums.rows, self.consumer.frame.x
         for row, seen in zip(rows, self._shown((rows[0].total, rows[1].total)), strict=True):
             x.emit("add.rn.f32", row.total, row.total, seen)
 
     def _shown(self, values: tuple[Register, Register]) -> tuple[Register, Register]:
-        """What the other consumer's thread has where this one has `values`."""
+        """Exchanges `values` with the other consumer: returns the values of its corresponding thread."""
         x = self.consumer.frame.x
         x.emit("st.shared.v2.f32", self.mine, values)
         x.emit("bar.sync", SHOWN_BARRIER, 2 * THREADS, note="both have shown theirs")

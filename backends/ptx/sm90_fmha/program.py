@@ -1,8 +1,8 @@
 """Forward attention on sm_90a as a program of the harness: which of the three kernels, and in how many parts.
 
-kernel.py has a warpgroup a CTA, and two or three CTAs an SM: for few rows, which wait for memory. pair.py has a warp
-that loads and two warpgroups that consume: for many rows a key, and for hd 512. one_row.py has no tensor cores: for one
-query on few keys.
+kernel.py has one warpgroup per CTA and two or three CTAs per SM: for few rows, which wait for memory. pair.py has one
+warp that loads and two warpgroups that consume: for many rows per key, and for hd 512. one_row.py has no tensor cores:
+for one query on few keys.
 """
 
 from __future__ import annotations
@@ -16,39 +16,37 @@ from backends.ptx.split_keys import MAX_SPLIT_QUERIES, SPLIT_KEYS, KeyPlan, part
 from megamoe.contract import Case, KernelArg, Launch, Program
 
 SHORT_KEYS = 2048
-"""The longest cache whose parts follow from t and s_k alone (split_keys.py), and so the bits of a row with them. Longer
-caches are split so that the machine is full."""
+"""Up to this many keys the parts, and with them the bits of a row, follow from t and s_k alone (split_keys.py), except
+where TINY_PART_KEYS applies. Longer caches are split to fill the machine."""
 TINY_PART_KEYS = 128
-"""Keys of a part of a cache of up to SPLIT_KEYS for more queries than such caches are split for otherwise."""
+"""Keys per part of a cache of up to SPLIT_KEYS, for more queries than split_keys.py would split it for."""
 TINY_QUERIES = 128
-"""The most queries of a sequence for which so few keys are split. More have many row tiles."""
+"""The most queries of a sequence for which such a short cache is split. More queries have many row tiles."""
 TINY_CTAS = 4 * SM_COUNT
-"""The most CTAs that this may make, as more would not be at work at once. Property tests draw less than that."""
+"""The most CTAs that this split may create; more would not run at the same time. Property tests draw fewer."""
 MAX_PARTS = 128
 ITEM_KEYS = 64
-"""The cost of beginning and ending a part, in keys that an SM could read in that time if all of them read."""
+"""The cost of starting and ending a part, in keys that an SM could read in that time while all SMs read."""
 COMBINE_COST = 192 * 64
-"""The cost of the combine kernel in the same unit, times hd: a key of hd 64 is read in an eighth of the time of hd 512.
-"""
+"""The cost of the combine kernel in the same unit, times hd: a key of hd 64 costs an eighth of one of hd 512."""
 COMBINED_COST = 96
-"""The cost of each part that it adds, likewise: 128 parts take 0.9 us more than 64 where one sequence of 32768 keys of
-hd 512 is split (results/records/h200-fmha-parts.json, as all times here)."""
+"""The cost of each part that it adds, in the same unit: 128 parts take 0.9 us more than 64 when one sequence of 32768
+keys of hd 512 is split (results/records/h200-fmha-parts.json, as for all times here)."""
 PACE = {64: 1.2, 128: 1.0, 256: 1.0}
-"""The least time a key of a CTA of kernel.py, in the same unit, where other SMs leave it more of the memory than its
-share."""
+"""The least time per key of a CTA of kernel.py, in the same unit, if other SMs leave it more memory bandwidth."""
 PAIR_PACE = 0.55
-"""Likewise of pair.py. That sequence of hd 512 takes 30.3 us in 74 parts, 31.9 in 86, 33.4 in 52 and 36.9 in 43."""
+"""The same for pair.py. That sequence of hd 512 takes 30.3 us in 74 parts, 31.9 in 86, 33.4 in 52 and 36.9 in 43."""
 
 
 def has_pair(shape: FmhaShape) -> bool:
-    """Whether a case is one for pair.py. Of hd, t and s_k alone, so that batch and heads change no bit of a row."""
+    """Whether pair.py handles a case. Depends only on hd, t and s_k, so that batch and heads change no bit of a row."""
     return shape.hd == 512 or (shape.t > MAX_SPLIT_QUERIES and shape.s_k > SPLIT_KEYS)
 
 
 def part_keys_of(shape: FmhaShape, tiling: Tiling) -> int | None:
-    """Keys of a part, a multiple of the tile; None where split_keys.py has the rule.
+    """Keys per part, a multiple of the tile; None where the rule of split_keys.py applies.
 
-    Each SM has its share of the parts, one after the other: it is the memory that they wait for.
+    Each SM processes its share of the parts one after the other: memory is what they wait for.
     """
     items = shape.batch * shape.kv_heads * -(-shape.rows // tiling.tile_m)
     if shape.s_k <= SHORT_KEYS:
@@ -75,9 +73,9 @@ def part_keys_of(shape: FmhaShape, tiling: Tiling) -> int | None:
 
 
 def fmha_program(case: Case, part_keys: int | None = None) -> Program:
-    """The program of an fmha case on sm_90a: one launch, or two and workspaces where the keys are split.
+    """The program of an fmha case on sm_90a: one launch, or two with workspaces if the keys are split.
 
-    `part_keys`: keys that a CTA visits, a multiple of the tile; it replaces the rules.
+    `part_keys`: keys that a CTA visits, a multiple of the tile. It overrides the rules.
     """
     shape = FmhaShape.of(case, "sm_90a")
     row = row_tiling(shape)

@@ -1,7 +1,7 @@
 """The online softmax in registers. A thread has two rows of the tile, 8 apart, and a quarter of their columns.
 
 Accumulators of wgmma.m64nNk16 (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"): register 4 b + 2 r + c of a
-thread is column 8 b + 2 (lane % 4) + c of row 16 warp + lane / 4 + 8 r. Four neighbouring lanes have a row together.
+thread is column 8 b + 2 (lane % 4) + c of row 16 warp + lane / 4 + 8 r. Four neighbouring lanes share a row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from backends.ptx.sm90_fmha.frame import Sm90FmhaFrame
 
 ROWS_APART = 8
 QUAD = (1, 2)
-"""Lane distances by which four lanes exchange all they have."""
+"""Lane distances by which four lanes exchange all their values."""
 FULL_CLAMP = 31
 """The last operand of shfl.bfly: no segments, all 32 lanes (PTX ISA, shfl.sync)."""
 
@@ -32,7 +32,7 @@ class QueryRow:
 
     @classmethod
     def open(cls, frame: Sm90FmhaFrame, number: Register) -> QueryRow:
-        """A row that has seen nothing yet."""
+        """A row that has seen no key yet."""
         x = frame.x
         keys = RowKeys.of(frame, number)
         x.comment("A row beyond the last never asks for a mask; nobody reads what it computes.")
@@ -43,14 +43,14 @@ class QueryRow:
 
 @dataclass(frozen=True, slots=True)
 class Accumulators:
-    """A thread's two rows, and its share of O: `outputs`, f32, as wgmma accumulates them."""
+    """A thread's two rows and its share of O: `outputs`, f32, as wgmma accumulates them."""
 
     rows: tuple[QueryRow, QueryRow]
     outputs: Vector
 
     @classmethod
     def open(cls, frame: Sm90FmhaFrame) -> Accumulators:
-        """O = 0."""
+        """Declares the registers and sets O = 0."""
         x = frame.x
         x.section("this thread's two rows")
         quad = x.let("quad", "shr.u32", x.let("lane", "and.b32", frame.thread, 31), 2)
@@ -65,13 +65,13 @@ class Accumulators:
         return cls(rows, outputs)
 
     def pair(self, row: int, block: int) -> Vector:
-        """Two neighbouring columns, in the block of 8 columns, of one of the two rows."""
+        """Two neighbouring columns, in block `block` of 8 columns, of one of the two rows."""
         first = 4 * block + 2 * row
         return self.outputs[first : first + 2]
 
 
 def probabilities(frame: Sm90FmhaFrame, sums: Accumulators, scores: Vector, key: Register) -> Vector:
-    """P of the tile at `key`, made from its scores S, as the bf16 pairs that wgmma takes for A. O is rescaled."""
+    """P of the tile at `key`, computed from its scores S, as the bf16 pairs that wgmma takes as A. O is rescaled."""
     x = frame.x
     mask(frame, sums.rows, scores, key)
     for index in range(2):
@@ -80,7 +80,7 @@ def probabilities(frame: Sm90FmhaFrame, sums: Accumulators, scores: Vector, key:
 
 
 def exponentials(frame: Sm90FmhaFrame, sums: Accumulators, scores: Vector, index: int, most: Register) -> None:
-    """The scores of row `index` become its exponentials, once `most`, the tile's maximum, has raised the reference."""
+    """Replaces the scores of row `index` by exponentials after `most`, the tile's maximum, raised the reference."""
     x, row = frame.x, sums.rows[index]
     rescale, shift = _raise_reference(frame, row, most)
     for register in of_row(sums.outputs, index):
@@ -92,7 +92,7 @@ def exponentials(frame: Sm90FmhaFrame, sums: Accumulators, scores: Vector, index
 
 
 def packed(x: Builder, scores: Vector) -> Vector:
-    """Neighbours as pairs of bf16."""
+    """Packs neighbours as pairs of bf16."""
     return tuple(
         x.let("p", "cvt.rn.bf16x2.f32", odd, even) for even, odd in zip(scores[::2], scores[1::2], strict=True)
     )
@@ -103,7 +103,7 @@ def of_row(registers: Vector, row: int) -> list[Register]:
 
 
 def mask(frame: Sm90FmhaFrame, rows: tuple[QueryRow, QueryRow], scores: Vector, key: Register) -> None:
-    """Hides the keys outside [first, end); a warp whose rows see the whole tile skips this."""
+    """Masks the keys outside [first, end); a warp whose rows see the whole tile skips this."""
     x, tile_n = frame.x, 2 * len(scores)
     column = x.let("my_column", "and.b32", frame.thread, 3)
     x.emit("shl.b32", column, column, 1)
@@ -158,5 +158,5 @@ def quad_sum(x: Builder, value: Register) -> None:
 
 
 def from_lane(x: Builder, value: Register, distance: int) -> Register:
-    """What the lane at `distance` has."""
+    """The value of the lane at `distance`."""
     return x.let("other", "shfl.sync.bfly.b32", value, distance, FULL_CLAMP, FULL_WARP)

@@ -1,10 +1,10 @@
 """Activations expanded to 16 bits once, in the order of the column tiles and swizzled as wgmma reads them.
 
-Two blocks of 16 codes and their block scales become 64 bytes, an element of the first, one of the second: code * scale
-* 2^-7 in f16, exact. Elements that are bf16 stay as they are and take the same turns. The first GEMM gathers its rows
-from the tokens here, and gets a table of factors: row r of its accumulators is times x_gs * w1_gs * 2^14, or w1_gs *
-2^7 where tokens are bf16. Rows that fill up a column tile are left as they are: they are columns of the product that
-nobody reads.
+Two blocks of 16 codes and their block scales become 64 bytes of alternating elements, one of the first block, one of
+the second: code * scale * 2^-7 in f16, exact. bf16 elements keep their value and alternate in the same way. For the
+first GEMM this kernel gathers rows from the tokens and writes a table of factors: row r of its accumulators must be
+multiplied by x_gs * w1_gs * 2^14, or w1_gs * 2^7 if tokens are bf16. Padding rows of a column tile are not written:
+they are columns of the product that no thread reads.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ THREADS = 128
 AT_ONCE = 4
 CHUNKS = ROW_BYTES // 16
 TWO_TO_7 = 0x5800_5800
-"""An f16 pair."""
+"""2^7 as an f16 pair."""
 HALVES = (0x5410, 0x7632)
 """Selectors of prmt: the low halves of two words, and their high halves."""
 BLOCK_BYTES = 2 * SF_VEC_SIZE
-"""Of 16 elements of bf16."""
+"""Bytes of 16 elements of bf16."""
 CHUNK_BYTES = 16
 CHUNK_ELEMENTS = 4
 """Elements of each of two blocks in the 16 bytes that the swizzle moves together."""
@@ -36,8 +36,8 @@ CHUNK_ELEMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class ExpandParams(Parameters):
-    """`codes`, `sf`: NVFP4 rows, or bf16 rows and nothing; `expanded`: see geometry.py. `units` along K; `pitch`: bytes
-    of a column tile."""
+    """`codes`, `sf`: NVFP4 rows, or bf16 rows and null; `expanded`: see geometry.py. `units` along K; `pitch`: bytes of
+    a column tile."""
 
     codes: Pointer
     sf: Pointer
@@ -50,8 +50,8 @@ class ExpandParams(Parameters):
 
 @dataclass(frozen=True, slots=True)
 class ExpandGatherParams(ExpandParams):
-    """Where rows are gathered from tokens; of bf16 there is no `x_gs`. `row_factor`: an f32 for each row of each column
-    tile."""
+    """Parameters if rows are gathered from tokens; bf16 tokens have no `x_gs`. `row_factor`: an f32 for each row of
+    each column tile."""
 
     token_of_row: Pointer
     x_gs: Pointer
@@ -61,8 +61,7 @@ class ExpandGatherParams(ExpandParams):
 
 @dataclass(frozen=True, slots=True)
 class ExpandWeightedParams(ExpandGatherParams):
-    """Where the top-k weight comes before the requantisation: `row_weight` is a table as
-    `row_factor` is."""
+    """Parameters if the top-k weight comes before the requantisation. `row_weight` is a table like `row_factor`."""
 
     route_of_row: Pointer
     topk_weights: Pointer
@@ -71,7 +70,7 @@ class ExpandWeightedParams(ExpandGatherParams):
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A CTA's entry of the table of column tiles, and the row in it that the CTA does."""
+    """A CTA's entry of the table of column tiles, and its row in that tile."""
 
     expert: Register
     first_row: Register
@@ -81,8 +80,8 @@ class _Column:
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """The chunks of a thread: `chunk`, the first that is left, of `count` in the row. It takes the same one of each
-    unit: part `part` of both blocks of pair `pair`. That goes to `row_at`, `unit_bytes` further for each unit."""
+    """The chunks of a thread. `chunk`: the first one left, of `count` in the row. The thread takes the same chunk of
+    each unit: part `part` of both blocks of pair `pair`. It goes to `row_at`, plus `unit_bytes` for each unit."""
 
     chunk: Register
     count: Register
@@ -93,7 +92,7 @@ class _Chunks:
 
     @classmethod
     def read(cls, x: Builder, params: ExpandParams, place: _Column, tile: Register, layout: str) -> _Chunks:
-        """`tile`: where the column tile begins. `layout`: a comment on what chunks are."""
+        """Computes the chunks. `tile`: where the column tile begins. `layout`: a comment that describes the chunks."""
         row_at = x.indexed_wide("row_at", tile, place.row, ROW_BYTES)
         unit_bytes = x.let("unit_bytes", "mul.lo.u32", place.width, ROW_BYTES)
         x.comment(layout)
@@ -107,12 +106,12 @@ class _Chunks:
 
 
 def expand_entry(gathered: bool, weighted: bool = False, bf16: bool = False) -> str:
-    """The entry of a variant."""
+    """The entry name of a variant."""
     return "moe_expand" + "_gathered" * gathered + "_weighted" * weighted + "_bf16" * bf16
 
 
 def expand_kernel(version: tuple[int, int], *, gathered: bool, weighted: bool = False, bf16: bool = False) -> Builder:
-    """Grid: column tiles at most, rows of the widest."""
+    """Grid: (maximum number of column tiles, rows of the widest)."""
     x = Builder(expand_entry(gathered, weighted, bf16), target="sm_90a", version=version, block=THREADS)
     rows = "Rows of bf16" if bf16 else "Rows of NVFP4 as f16"
     x.header([f"{rows}, swizzled, in the order of the column tiles; one CTA a row."])
@@ -139,7 +138,7 @@ def expand_kernel(version: tuple[int, int], *, gathered: bool, weighted: bool = 
 
 
 def _fill(x: Builder, params: ExpandParams, slot: Register, has_row: Register, thread: Register) -> None:
-    """Rows that fill up a column tile have the factors 0."""
+    """Sets the factors of padding rows to 0."""
     if not isinstance(params, ExpandGatherParams):
         return
     fills = x.let("fills", "setp.eq.and.u32", thread, 0, ~has_row)
@@ -149,7 +148,7 @@ def _fill(x: Builder, params: ExpandParams, slot: Register, has_row: Register, t
 
 
 def _source(x: Builder, params: ExpandParams, place: _Column, slot: Register, thread: Register, bf16: bool) -> Register:
-    """The row to expand; the factors of the row are written on the way."""
+    """The row to expand. Also writes the row's factors."""
     row = place.first_row
     if not isinstance(params, ExpandGatherParams):
         return row
@@ -173,7 +172,7 @@ def _source(x: Builder, params: ExpandParams, place: _Column, slot: Register, th
 
 
 def _expand(x: Builder, params: ExpandParams, source: Register, place: _Column, tile: Register) -> None:
-    """All of a row, 16 bytes a thread at a time, so that a warp writes whole rows of a unit."""
+    """Expands a whole row, 16 bytes per thread at a time, so that a warp writes whole rows of a unit."""
     row_bytes = x.let("row_bytes", "shl.b32", params.units, 5)
     codes = x.let("codes_row", "mad.wide.u32", source, row_bytes, params.codes)
     first_atom = x.let("first_atom", "shr.u32", source, ATOM_ROWS.bit_length() - 1)
@@ -196,7 +195,7 @@ def _expand(x: Builder, params: ExpandParams, source: Register, place: _Column, 
 
 
 def _turn(x: Builder, params: ExpandParams, source: Register, place: _Column, tile: Register) -> None:
-    """As _expand, of bf16: two blocks of 16 elements take turns."""
+    """Like _expand, for bf16: two blocks of 16 elements are interleaved."""
     row_bytes = x.let("row_bytes", "mul.lo.u32", params.units, 2 * UNIT_K)
     elements = x.let("elements_row", "mad.wide.u32", source, row_bytes, params.codes)
     own = _Chunks.read(x, params, place, tile, "Chunks of a unit lie as those of NVFP4 do.")
@@ -216,7 +215,7 @@ def _turn(x: Builder, params: ExpandParams, source: Register, place: _Column, ti
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Four codes of each of two blocks, b16, and their block scales; `there`: whether the row has such a chunk."""
+    """Four codes of each of two blocks, b16, and their block scales. `there`: whether the row has this chunk."""
 
     unit: Register
     blocks: list[Register]
@@ -225,7 +224,7 @@ class _Chunk:
 
 
 def _load_chunk(x: Builder, codes: Register, atoms: Register, own: _Chunks, turn: int) -> _Chunk:
-    """The chunk `turn` * THREADS behind the first that is left; where there is none, unit 0's."""
+    """The chunk `turn` * THREADS after the first one left; past the end, unit 0's."""
     later = x.let("later", "add.u32", own.chunk, turn * THREADS)
     there = x.let("there", "setp.lt.u32", later, own.count)
     unit = x.let("unit", "shr.u32", later, CHUNKS.bit_length() - 1)
@@ -244,7 +243,7 @@ def _block_scales(x: Builder, pair: Register) -> Register:
 
 
 def _values(x: Builder, blocks: list[Register], scales: Register) -> Vector:
-    """Four codes of each block as f16 pairs, one of each, times the block scales."""
+    """Four codes of each block, interleaved as f16 pairs, times the block scales."""
     word, values = x.reg("codes_of_both", "b32"), x.regs("value", "b32", CHUNK_ELEMENTS)
     x.emit("mov.b32", word, tuple(blocks))
     part = x.reg("bits", "b32")

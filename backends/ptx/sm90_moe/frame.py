@@ -1,4 +1,4 @@
-"""What every role of a grouped GEMM shares: parameters, shared memory, the ring, and the walk over the tiles."""
+"""Shared by all roles of a grouped GEMM: parameters, shared memory, the ring, and the loop over the tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WARPGROUP_THREADS = 128
 
 @dataclass(frozen=True, slots=True)
 class ColumnGemmParams(Parameters):
-    """The first parameters of both grouped GEMMs. `weights`, `activations`: see geometry.py. `tiles_m`: tiles an
+    """The first parameters of both grouped GEMMs. `weights`, `activations`: see geometry.py. `tiles_m`: tiles per
     expert; `units` along K; `weight_pitch`, `column_pitch`: bytes of a panel of weights and of a column tile."""
 
     weights: Pointer
@@ -33,8 +33,8 @@ class ColumnGemmParams(Parameters):
 
 @dataclass(frozen=True, slots=True)
 class ColumnTile:
-    """One tile of a role's walk. `rows` rows of `expert`, from expert row `first_row` on, `width` columns of B, by the
-    weight rows that begin `tile_m` tiles further on. `column`: which column tile."""
+    """One tile in a role's loop: `rows` rows of `expert` from expert row `first_row` on, as `width` columns of B, times
+    the weight rows of tile `tile_m`. `column`: the index of the column tile."""
 
     column: Register
     tile_m: Register
@@ -57,13 +57,13 @@ class ColumnFrame:
     warpgroup: Register
     lane: Register
     barrier: Register
-    """Of this warpgroup; barrier 0 is that of the whole CTA."""
+    """The named barrier of this warpgroup; barrier 0 is for the whole CTA."""
     tile_count: Register
 
     @contextmanager
     def tiles(self, role: str) -> Iterator[ColumnTile]:
-        """Runs the body once a tile of this CTA: tiles c, c + grid, ... Tiles of one column tile are neighbours, so
-        that CTAs which run at the same time read the same tokens. The next tile's entry is loaded a tile ahead."""
+        """Runs the body once per tile of this CTA: tiles c, c + grid, ... Tiles of one column tile are adjacent, so
+        that CTAs running at the same time read the same tokens. The next tile's entry is loaded one tile ahead."""
         x, params = self.x, self.params
         linear = x.let(f"{role}_linear", "mov.u32", CTAID_X)
         step = x.let(f"{role}_step", "mov.u32", NCTAID_X)
@@ -79,7 +79,7 @@ class ColumnFrame:
             yield ColumnTile(column, tile_m, *entry)
 
     def _load_entry(self, role: str, linear: Register, entry: Vector) -> None:
-        """Asks for the column tile of tile `linear`, if there is such a tile."""
+        """Loads the column tile of tile `linear`, if that tile exists."""
         x, params = self.x, self.params
         exists = x.let(f"{role}_exists", "setp.lt.u32", linear, self.tile_count)
         column = x.let(f"{role}_later_column", "div.u32", linear, params.tiles_m)
@@ -87,12 +87,12 @@ class ColumnFrame:
         x.emit("ld.global.v4.b32", entry, at(entry_at), guard=exists)
 
     def sync_warpgroup(self, note: str = "") -> None:
-        """The threads of this warpgroup meet, of those that multiply."""
+        """Barrier for the threads of this warpgroup, one of those that multiply."""
         self.x.emit("bar.sync", self.barrier, WARPGROUP_THREADS, note=note)
 
 
 def open_frame(x: Builder, params: ColumnGemmParams, tiling: ColumnTiling) -> ColumnFrame:
-    """Sets up the barriers. Call it when all parameters are declared."""
+    """Sets up the barriers. Call it after all parameters are declared."""
     smem = Smem.declare(x, f"{x.entry}_smem", tiling.smem)
     x.section("barriers, how many tiles")
     thread = x.let("thread", "mov.u32", TID_X)

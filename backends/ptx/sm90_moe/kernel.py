@@ -1,9 +1,9 @@
 """The grouped GEMMs of an NVFP4 MoE layer for sm_90a, as PTX: wgmma with weights from registers and tokens as columns.
 
-wgmma takes its second operand from shared memory only, and sm_90a has no FP4 tensor core: weights are unpacked to f16
-in registers, so they are the first operand and the tokens of an expert the second, 8 to 256 of them. All of memory's
-traffic is weights as long as an expert has few tokens; then unpacking must keep up with it. The product of a code and
-its block scale has six significant bits and a range of 2^22: f16 holds it exactly.
+wgmma takes its second operand only from shared memory, and sm_90a has no FP4 tensor core: weights are unpacked to f16
+in registers, so they are the first operand and the tokens of an expert the second, 8 to 256 of them. While an expert
+has few tokens all memory traffic is weights, and unpacking must keep up with it. The product of a code and its block
+scale has six significant bits and a range of 2^22: f16 holds it exactly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a case to a Program: workspaces, scalars and grids of the launches of its stage."""
+"""From a case to a Program: workspaces, scalars and grids for the launches of its stage."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from backends.ptx.sm90_moe.swiglu import SwigluColumnsParams, SwigluForm
 from megamoe.contract import Case, KernelArg, Launch, Program
 
 NO_INTERLEAVE = 8
-"""Of w2: rows g and g + 8 of each 16, as they lie."""
+"""For w2: rows g and g + 8 of each 16, in their original order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Gemm:
-    """One of the two GEMMs: `name` of its weights, `rows` by `k` an expert, and of its expanded tokens."""
+    """One of the two GEMMs: `name` of its weights, `rows` by `k` per expert, and of its expanded tokens."""
 
     name: str
     rows: int
@@ -167,7 +167,7 @@ def _tiling(shape: MoeShape, gemm: _Gemm) -> ColumnTiling:
 
 
 def _multiply(shape: MoeShape, gemm: _Gemm, kernel: ColumnKernel, own: tuple[KernelArg, ...]) -> Step:
-    """`own`: the epilogue's arguments."""
+    """The launch of `kernel`. `own`: the epilogue's arguments."""
     tiles_m = gemm.rows // kernel.tiling.tile_m
     common = ColumnGemmParams.arguments(
         weights=f"{gemm.name}_packed",

@@ -1,8 +1,8 @@
-"""The first warpgroups: weights out of shared memory into registers, unpacked to f16, times the tokens.
+"""The first warpgroups: weights from shared memory into registers, unpacked to f16, times the tokens.
 
 The A fragments of a group of two or four k-steps are a set of registers. There are two sets or more: while the tensor
-cores multiply with one, the threads unpack the next group into another. A stage is given back when its wgmmas are known
-to be done, which is when one group of the next stage less than there are sets has been issued.
+cores multiply with one, the threads unpack the next group into another. A stage is released once its wgmmas are known
+to be done: after sets - 1 groups of the next stage have been issued.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from backends.ptx.sm90_moe.unpack import row_scales, unpack
 from backends.ptx.tcgen05 import RingCursor
 
 UNITS_A_TURN = 2
-"""Units of the main loop's body. K is a multiple of 128."""
+"""Units per pass of the main loop. K is a multiple of 128."""
 MMA = "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{operand}.{operand}"
 PLUS_A, PLUS_B, K_MAJOR = 1, 1, 0
 WARP_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{operand}.{operand}.f32"
 MAX_WARP_COLUMNS = 8
-"""Up to so many columns each warp multiplies by itself: wgmma takes 15 cycles of an H200 whatever N, and four warps
-that wait for each other. With 16 columns wgmma is the faster one (results/records/h200-moe-clean-flush.json)."""
+"""Up to this many columns each warp multiplies by itself: a wgmma takes 15 cycles on an H200 whatever N, and makes four
+warps wait for each other. At 16 columns wgmma is faster (results/records/h200-moe-clean-flush.json)."""
 MMA_BYTES = 16
 STEPS_OF_LDMATRIX = 2
 
 
 class ColumnEpilogue(Protocol):
-    """What one GEMM does with a tile."""
+    """How one GEMM handles a tile."""
 
     def begin(self) -> None:
-        """Once, in the warps that multiply."""
+        """Runs once, in the warps that multiply."""
         ...
 
     def begin_tile(self, tile: ColumnTile) -> None:
-        """Before the products of a tile."""
+        """Runs before the products of a tile."""
         ...
 
     def finish(self, tile: ColumnTile, width: int, accumulator: Vector) -> None:
-        """`accumulator`: registers 4 b + 2 r + c of weight row 16 warp + lane / 4 + 8 r of the warpgroup's 64 and
-        column 8 b + 2 (lane % 4) + c."""
+        """Stores the tile. `accumulator`: register 4 b + 2 r + c is weight row 16 warp + lane / 4 + 8 r of the
+        warpgroup's 64 and column 8 b + 2 (lane % 4) + c."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUnit:
-    """What a thread unpacks of a unit: a word of codes a k-step, a word of block scales for two."""
+    """What a thread unpacks of a unit: a word of codes per k-step, a word of block scales per two k-steps."""
 
     codes: Vector
     scales: Vector
@@ -66,9 +66,9 @@ class WeightUnit:
 
 @dataclass(frozen=True, slots=True)
 class Multiplier:
-    """Registers of one thread. `ring`: the stage that is multiplied, `ahead`: the one whose codes are loaded next.
-    `codes_at`, `scales_at`: the thread's bytes in unit 0 of stage 0; `tokens_at`: the tokens there, in 16 bytes.
-    `rows_at`: what the lane addresses of them with ldmatrix: row lane % 8, chunk lane / 8. `spent`: the mbarrier of the
+    """Registers of one thread. `ring`: the stage being multiplied. `ahead`: the stage whose codes are loaded next.
+    `codes_at`, `scales_at`: the thread's bytes in unit 0 of stage 0. `tokens_at`: the tokens of stage 0, in units of 16
+    bytes. `rows_at`: the lane's ldmatrix address in them: row lane % 8, chunk lane / 8. `spent`: the mbarrier of the
     stage that was multiplied last."""
 
     frame: ColumnFrame
@@ -87,7 +87,7 @@ class Multiplier:
 
     @classmethod
     def open(cls, frame: ColumnFrame) -> Multiplier:
-        """Finds the thread's place."""
+        """Computes the thread's addresses."""
         x = frame.x
         ring = RingCursor.start(frame.smem, frame.tiling.stages, "mma", parity=0)
         panel = x.let("panel", "shr.u32", frame.warp, 3)
@@ -122,12 +122,12 @@ class Multiplier:
         )
 
     def release(self, guard: Register) -> None:
-        """Gives the stage back that was read last."""
+        """Releases the stage that was read last."""
         self.frame.x.arrive(at(self.spent), guard=guard)
 
 
 def _rows_at(frame: ColumnFrame) -> Register:
-    """16 bytes of chunk c of row r of a swizzled tile lie at 128 r + 16 (c ^ r % 8)."""
+    """The lane's address for ldmatrix: chunk c of row r of a swizzled tile is 16 bytes at 128 r + 16 (c ^ r % 8)."""
     x = frame.x
     row, place = x.let("b_row", "and.b32", frame.lane, 7), x.let("b_chunk", "shr.u32", frame.lane, 3)
     x.emit("xor.b32", place, place, row)
@@ -139,7 +139,7 @@ def _rows_at(frame: ColumnFrame) -> Register:
 
 
 def emit_multiply(frame: ColumnFrame, widths: Sequence[int], epilogue: ColumnEpilogue) -> None:
-    """All tiles of this CTA, each by the code for its width."""
+    """Multiplies all tiles of this CTA, each with the code for its width."""
     x = frame.x
     x.section("the other warps: multiply")
     x.setmaxnreg("inc", frame.tiling.registers)
@@ -160,7 +160,7 @@ def emit_multiply(frame: ColumnFrame, widths: Sequence[int], epilogue: ColumnEpi
 
 
 def _multiply_tile(multiplier: Multiplier, width: int, accumulator: Vector) -> None:
-    """Where a stage is two units, the codes of one are loaded while the other is multiplied, a stage ahead."""
+    """Multiplies one tile. With two units per stage, one unit's codes load a stage ahead while the other multiplies."""
     frame, x, ring = multiplier.frame, multiplier.frame.x, multiplier.ring
     per_stage = frame.tiling.units
     unit = x.let("unit", "mov.b32", 0)
@@ -198,7 +198,7 @@ def _multiply_tile(multiplier: Multiplier, width: int, accumulator: Vector) -> N
 
 
 def _load_ahead(multiplier: Multiplier, units: range) -> None:
-    """Codes and block scales of some units of the next stage to be loaded; on to the one behind it after the last."""
+    """Loads codes and block scales of `units` of the stage at `ahead`; advances `ahead` after the last unit."""
     x, ahead, tiling = multiplier.frame.x, multiplier.ahead, multiplier.frame.tiling
     for index in units:
         inside = index % tiling.units
@@ -221,7 +221,7 @@ def _multiply_unit(
     accumulates: Register,
     releases: Register,
 ) -> None:
-    """Unpacks a unit, group by group, and issues its wgmmas. `releases`: who gives back the stage before."""
+    """Unpacks a unit, group by group, and issues its wgmmas. `releases`: the threads that free the stage before."""
     x, tiling = multiplier.frame.x, multiplier.frame.tiling
     start = x.indexed("b_start", multiplier.tokens_at, multiplier.ring.stage, tiling.b_bytes // 16)
     groups = UNIT_STEPS // tiling.group_steps
@@ -246,7 +246,7 @@ def _multiply_unit(
 
 
 def _multiply_unit_by_warps(multiplier: Multiplier, index: int, width: int, accumulator: Vector) -> None:
-    """Unpacks a unit and multiplies it, each warp its 16 rows by itself."""
+    """Unpacks a unit and multiplies it; each warp does its 16 rows by itself."""
     x, tiling = multiplier.frame.x, multiplier.frame.tiling
     fragments = x.regs("warp_a", "b32", 4 * UNIT_STEPS)
     stage = x.indexed("rows_data", multiplier.rows_at, multiplier.ring.stage, tiling.b_bytes)
@@ -267,7 +267,7 @@ def _multiply_unit_by_warps(multiplier: Multiplier, index: int, width: int, accu
 
 
 def _unpack_steps(multiplier: Multiplier, index: int, steps: range, registers: list[Vector]) -> None:
-    """The A fragments of some k-steps of unit `index`, an even number."""
+    """Unpacks the A fragments of an even number of k-steps of unit `index`."""
     x, unit, operand = multiplier.frame.x, multiplier.units[index], multiplier.frame.tiling.operand
     for first in range(0, len(steps), 2):
         rows = row_scales(x, unit.scales[steps[first] // 2], operand)

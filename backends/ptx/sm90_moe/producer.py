@@ -1,4 +1,4 @@
-"""The last warpgroup: one warp brings weights and tokens, a stage at a time, in copies of bytes that lie together."""
+"""The last warpgroup: one warp loads weights and tokens, one stage at a time, with bulk copies of contiguous bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from backends.ptx.tcgen05 import RingCursor
 
 
 def emit_producer(frame: ColumnFrame) -> None:
-    """All tiles of this CTA."""
+    """Loads all tiles of this CTA."""
     x = frame.x
     x.section("the last four warps: producer")
     is_producer = x.let("is_producer_group", "setp.ge.u32", frame.warp, frame.tiling.consumers // 32)

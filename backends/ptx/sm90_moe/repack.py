@@ -1,14 +1,14 @@
-"""Weights brought into the order in which the first operand of wgmma reads them: once, before the first call.
+"""Reorders weights as the first operand of wgmma reads them, once, before the first call.
 
 A thread makes the 16 bytes of codes of one lane in one unit: for each of four k-steps the eight codes of its A fragment
 of m64nNk16, rows g and g + 8, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 (PTX ISA, "Register Fragments for
-wgmma.mma_async.m64nNk16"). Even columns are of one block of 16, odd ones of the next. The eight lie so that shifts,
-masks and exclusive ors turn them into f16 (unpack.py). Rows g are gates and rows g + 8 the ups of the same outputs,
-whatever the interleave of w1; w2 keeps its order.
+wgmma.mma_async.m64nNk16"). Even columns belong to one block of 16, odd ones to the next. The eight codes are placed so
+that shifts, masks and exclusive ors turn them into f16 (unpack.py). Rows g are gates and rows g + 8 the ups of the same
+outputs, whatever the interleave of w1; w2 keeps its order.
 
 Lane 0 of each row pair also makes 8 bytes of block scales. A byte has 5 bits of exponent and 3 of mantissa, which hold
-every e4m3 without subnormals: bits 14 to 7 of the f16 scale * 2^7. No byte is made for a zero, so codes under a zero
-scale become zeros.
+every nonzero e4m3 without subnormals: bits 14 to 7 of the f16 scale * 2^7. There is no byte for zero, so codes under a
+zero scale become zeros.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ PER_VECTOR = 4
 XOR_OF_MASKED = 0x78
 """lop3: a ^ (b & c) (PTX ISA, "lop3")."""
 SCALE_REBIAS = 0x0038_0038
-"""7 more in the exponent, above 3 bits of mantissa."""
+"""Adds 7 to the exponent, which starts above 3 bits of mantissa."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepackParams(Parameters):
-    """`codes`, `sf`: weights as the spec has them; `packed`: see geometry.py. `row_bytes`: of codes; `units`:
-    along K; `interleave_log2`: of gate and up, 3 where there is none."""
+    """`codes`, `sf`: weights in the spec's layout. `packed`: see geometry.py. `row_bytes`: bytes of codes per row.
+    `units`: along K. `interleave_log2`: of gate and up, 3 without an interleave."""
 
     codes: Pointer
     sf: Pointer
@@ -57,14 +57,14 @@ class RepackParams(Parameters):
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One of the two rows of a thread in a unit: eight words of codes, one of block scales."""
+    """One of the two rows of a thread in a unit: eight words of codes, one word of block scales."""
 
     words: Vector
     scales: Register
 
 
 def repack_kernel(version: tuple[int, int]) -> Builder:
-    """Grid: panels of all experts, units. An expert has whole panels, so those of all experts are numbered through."""
+    """Grid: (panels of all experts, units). An expert has whole panels, so panels are numbered across all experts."""
     x = Builder(ENTRY, target="sm_90a", version=version, block=THREADS)
     x.header(["Weights in the order of wgmma's A fragments, codes and block scales; one CTA a panel and unit."])
     params = RepackParams.declare(x)
@@ -94,7 +94,7 @@ def repack_kernel(version: tuple[int, int]) -> Builder:
 
 
 def _rows_of(x: Builder, params: RepackParams, panel: Register, output: Register) -> tuple[Register, Register]:
-    """The rows, counted through all experts, of gate and up of an output of this panel."""
+    """The rows, numbered across all experts, of gate and up of an output of this panel."""
     x.comment("Output j of gate and up at interleave i: rows 2 i (j / i) + j % i and i more.")
     x.emit("mad.lo.u32", output, panel, PANEL_ROWS // 2, output)
     turn = x.let("turn", "shr.u32", output, params.interleave_log2)
@@ -121,8 +121,8 @@ def _load(x: Builder, params: RepackParams, row: Register, unit: Register) -> _R
 
 
 def _code_words(x: Builder, rows: list[_Row], quad_lane: Register) -> Vector:
-    """A word a k-step. A, B, C, D are rows g, g + 8, g, g + 8; A and B elements t, C and D elements t + 4 of eight that
-    two neighbouring blocks have in a k-step."""
+    """One word per k-step. A, B, C, D are rows g, g + 8, g, g + 8. A and B are elements t, C and D elements t + 4 of
+    the eight that two neighbouring blocks have in a k-step."""
     shift = x.let("element_shift", "shl.b32", quad_lane, 2)
     for row in rows:
         _drop_zero_blocks(x, row)
@@ -140,7 +140,7 @@ def _code_words(x: Builder, rows: list[_Row], quad_lane: Register) -> Vector:
 
 
 def _drop_zero_blocks(x: Builder, row: _Row) -> None:
-    """Codes become zeros where the block scale is zero."""
+    """Clears the codes of blocks whose scale is zero."""
     scale, is_zero = x.reg("block_scale", "b32"), x.reg("is_zero", "pred")
     for block in range(len(row.words) // 2):
         x.emit("and.b32", scale, row.scales, 0xFF << 8 * block)
@@ -150,29 +150,29 @@ def _drop_zero_blocks(x: Builder, row: _Row) -> None:
 
 
 def _pair(x: Builder, blocks: list[Register], half: int) -> Register:
-    """Half 0 or 1 of two words: of the first one in bits 0 to 15, of the other in bits 16 to 31. The code is the lowest
-    four bits of each; what lies above it is in no field."""
+    """Half 0 or 1 of two words: the first word's half in bits 0 to 15, the other's in bits 16 to 31. The code is the
+    lowest four bits of each; no field reads the bits above it."""
     return x.let("pair", "prmt.b32", *blocks, HALVES[half])
 
 
 _FIELDS = (((0x8, 6), (0x7, 3)), ((0x8, 3), (0x7, 0)), ((0x8, 10), (0x4, 9), (0x3, 7)), ((0xD, 12), (0x2, 9)))
-"""Of A, B, C and D: which bits of a code move left by how much, in its half of the word."""
+"""For A, B, C and D: which bits of a code move left by how much, in its half of the word."""
 _COMBINED = (
     *((-3, 0x0000_8000), (-2, 0x2080_2080), (2, 0x0800_0800)),
     *((3, 0x5000_5000), (-3, 0x0400_0400), (-2, 0x0100_0100)),
 )
-"""Exclusive ors that undo those of unpack.py, in this order: how far the word moves to the left, which bits change."""
+"""Exclusive ors that undo those of unpack.py, in this order: how far the word moves left, which bits change."""
 
 
 def _place(x: Builder, word: Register, pair: Register, fragment: int) -> None:
-    """Adds two codes to `word`, each to its half."""
+    """Adds two codes to `word`, one to each half."""
     for bits, shift in _FIELDS[fragment]:
         field = x.let("field", "and.b32", pair, bits << 16 | bits)
         x.emit("mad.lo.u32", word, field, 1 << shift, word)
 
 
 def _combine(x: Builder, word: Register) -> None:
-    """Bits that unpack.py combines with others are stored so that the combination is the bit meant."""
+    """Pre-distorts the bits that unpack.py combines with others, so that the combination gives the intended bit."""
     moved = x.reg("moved", "b32")
     for shift, changed in _COMBINED:
         x.emit("shl.b32" if shift > 0 else "shr.u32", moved, word, abs(shift))
@@ -180,7 +180,7 @@ def _combine(x: Builder, word: Register) -> None:
 
 
 def _scale_bytes(x: Builder, scales: Register) -> Vector:
-    """Four block scales as two words: bytes 0 and 2 hold those of two neighbouring blocks."""
+    """Four block scales as two words: bytes 0 and 2 hold the scales of two neighbouring blocks."""
     pairs = x.regs("sf_pair", "b16", 2)
     x.emit("mov.b32", pairs, scales)
     words: list[Register] = []
@@ -198,7 +198,7 @@ def _interleaved(x: Builder, row: Register, row_8: Register) -> Register:
 
 
 def _block_of(x: Builder, params: RepackParams, panel: Register, unit: Register, group: Register) -> Register:
-    """The address of the block of BLOCK_BYTES that has this group of rows."""
+    """The address of the block of BLOCK_BYTES that contains this group of rows."""
     index = x.let("unit_index", "mul.wide.u32", panel, params.units)
     x.emit("add.s64", index, index, x.let("unit_wide", "cvt.u64.u32", unit))
     x.emit("mad.lo.u64", index, index, UNIT_BYTES, params.packed)

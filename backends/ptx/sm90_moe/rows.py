@@ -1,7 +1,7 @@
-"""The epilogue of the second GEMM: bf16 expert rows, turned by stmatrix so that a token's part of a tile lies together.
+"""The epilogue of the second GEMM: bf16 expert rows; stmatrix transposes them to make a token's part contiguous.
 
-Rounding contract: accumulator times (a2_gs * w2_gs * 2^14), or w2_gs * 2^7 if activations are bf16, to nearest even in
-fp32, then to bf16.
+Rounding contract: accumulator times (a2_gs * w2_gs * 2^14), or w2_gs * 2^7 if activations are bf16, rounded to nearest
+even in fp32, then to bf16.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROWS_AT_ONCE = WARPGROUP_THREADS // VECTORS
 
 @dataclass(frozen=True, slots=True)
 class ExpertRowsParams(Parameters):
-    """Parameters behind ColumnGemmParams. `rows`: bf16 [rows][hidden]. bf16 activations have no `a2_gs`."""
+    """Parameters after ColumnGemmParams. `rows`: bf16 [rows][hidden]. bf16 activations have no `a2_gs`."""
 
     rows: Pointer
     a2_gs: Pointer
@@ -42,7 +42,7 @@ class RowsEpilogue:
         self.column, self.target = x.reg("copied_column", "u32"), x.reg("target", "u64")
 
     def begin(self) -> None:
-        """Which row of which 8x8 matrix a lane addresses, and which 16 bytes of a staged token it copies."""
+        """Computes which row of which 8x8 matrix a lane addresses, and which 16 bytes of a staged token it copies."""
         x, frame = self.frame.x, self.frame
         staged = x.let("staged", "mad.lo.u32", frame.warpgroup, frame.tiling.staged_bytes, frame.smem.base)
         x.emit("add.u32", staged, staged, frame.smem.layout["staged"])
@@ -64,7 +64,7 @@ class RowsEpilogue:
         x.emit("mad.lo.u32", self.column, frame.warpgroup, WARPGROUP_ROWS, self.column)
 
     def begin_tile(self, tile: ColumnTile) -> None:
-        """The scale of the expert and where its rows go."""
+        """Loads the scale of the expert and computes where its rows go."""
         x, params = self.frame.x, self.params
         bf16 = self.frame.tiling.bf16
         factors = [
@@ -82,7 +82,7 @@ class RowsEpilogue:
         x.emit("add.s64", self.target, params.rows, element)
 
     def finish(self, tile: ColumnTile, width: int, accumulator: Vector) -> None:
-        """Some tokens at a time through shared memory."""
+        """Stores the tile through shared memory, some tokens at a time."""
         frame = self.frame
         at_once = min(width, frame.tiling.staged_rows)
         for first in range(0, width, at_once):
@@ -103,7 +103,7 @@ class RowsEpilogue:
             x.emit(f"stmatrix.sync.aligned.m8n8.x{len(some)}.trans.shared.b16", target, some)
 
     def _copy(self, tile: ColumnTile, first: int, part: int) -> None:
-        """16 bytes of the rows first + part and on, those that there are."""
+        """Copies 16 bytes of each row from first + part on, as far as the rows exist."""
         x = self.frame.x
         row = x.let("row", "add.u32", self.copied_row, first + part)
         is_row = x.let("is_row", "setp.lt.u32", row, tile.rows)

@@ -1,10 +1,10 @@
-"""The epilogue of the first GEMM: SwiGLU of gate and up, which lie in one thread, and requantisation to NVFP4.
+"""The epilogue of the first GEMM: SwiGLU of gate and up, which are in one thread, and requantisation to NVFP4.
 
-repack.py puts the gate of output j in row g of a warp's 16 and its up in row g + 8: the accumulator gives both to one
-thread. A block of 16 outputs is in two warps, so activations go through shared memory, some tokens at a time;
-then a thread has a whole block. Rounding contract: that of moe/swiglu.py and moe/requantise.py, with the factor
-x_gs * w1_gs * 2^14 (expand.py, exact in 2^14), or w1_gs * 2^7 if tokens are bf16; then times the top-k weight if it
-comes before the requantisation, which is a rounding if activations are bf16.
+repack.py puts the gate of output j in row g of a warp's 16 and its up in row g + 8, so the accumulator gives both to
+one thread. A block of 16 outputs spans two warps, so activations go through shared memory, some tokens at a time; then
+a thread has a whole block. Rounding contract: as in moe/swiglu.py and moe/requantise.py, with the factor x_gs * w1_gs *
+2^14 (expand.py, exact in 2^14), or w1_gs * 2^7 if tokens are bf16; then times the top-k weight if it comes before the
+requantisation, which just rounds if activations are bf16.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from backends.ptx.sm90_moe.frame import WARPGROUP_THREADS, ColumnFrame, ColumnTi
 from backends.ptx.sm90_moe.geometry import STAGED_PITCH, WARPGROUP_ROWS
 
 BLOCKS = WARPGROUP_ROWS // 2 // SF_VEC_SIZE
-"""Of the outputs of a warpgroup."""
+"""Blocks in the outputs of a warpgroup."""
 ATOM_OUTPUTS = ATOM_BLOCKS * SF_VEC_SIZE
 F32_BYTES = 4
 
@@ -31,7 +31,7 @@ F32_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class SwigluForm:
     """Compiled into the kernel. `clamped`: gates are limited from above, ups from both sides. `weighted`: the top-k
-    weight comes before the requantisation."""
+    weight is applied before the requantisation."""
 
     clamped: bool
     weighted: bool
@@ -39,7 +39,7 @@ class SwigluForm:
 
 @dataclass(frozen=True, slots=True)
 class SwigluColumnsParams(Parameters):
-    """Parameters behind ColumnGemmParams. bf16 activations go to `a2_codes`, and have no scales. `row_factor`,
+    """Parameters after ColumnGemmParams. bf16 activations go to `a2_codes` and have no scales. `row_factor`,
     `row_weight`: f32 for each row of each column tile (expand.py)."""
 
     row_factor: Pointer
@@ -64,7 +64,7 @@ class SwigluColumns:
         self.pair = x.reg("token_pair", "u32")
 
     def begin(self) -> None:
-        """Where a thread stages its activations, and which block of which staged token it requantises."""
+        """Computes where a thread stages its activations, and which block of which staged token it requantises."""
         x, frame = self.frame.x, self.frame
         self.swiglu.begin()
         staged = x.let("staged", "mad.lo.u32", frame.warpgroup, frame.tiling.staged_bytes, frame.smem.base)
@@ -81,12 +81,12 @@ class SwigluColumns:
         x.emit("mad.lo.u32", self.block_at, self.block, SF_VEC_SIZE * F32_BYTES, self.block_at)
 
     def begin_tile(self, tile: ColumnTile) -> None:
-        """The global scale of the expert's activations."""
+        """Loads the global scale of the expert's activations."""
         if not self.frame.tiling.bf16:
             self.a2.load(self.params.a2_gs, tile.expert)
 
     def finish(self, tile: ColumnTile, width: int, accumulator: Vector) -> None:
-        """Some tokens at a time through shared memory."""
+        """Stores the tile through shared memory, some tokens at a time."""
         x, frame, params = self.frame.x, self.frame, self.params
         row = x.let("first_pair", "mad.lo.u32", tile.column, frame.tiling.widest, self.pair)
         factors = x.indexed_wide("factors_at", params.row_factor, row, F32_BYTES)
@@ -103,7 +103,7 @@ class SwigluColumns:
                 (self._round if frame.tiling.bf16 else self._requantise)(tile, first)
 
     def _stage(self, mine: Vector, factors: Vector, weights: Vector | None, token: int) -> None:
-        """Two activations, of the thread's two tokens of the eight that begin at staged token `token`."""
+        """Stages two activations, for the thread's two tokens of the eight that begin at staged token `token`."""
         x = self.frame.x
         for index in range(2):
             value = self.swiglu.activation(mine[index], mine[2 + index], factors[index])
@@ -112,7 +112,7 @@ class SwigluColumns:
             x.emit("st.shared.f32", at(self.stored_at, (token + index) * STAGED_PITCH), value)
 
     def _requantise(self, tile: ColumnTile, first: int) -> None:
-        """One block of staged token `self.token`, which is row `first` + token of the tile."""
+        """Requantises one block of staged token `self.token`, row `first` + token of the tile."""
         x, params = self.frame.x, self.params
         values = self._staged_block()
         raw = raw_scale(x, values, self.a2)
@@ -130,7 +130,7 @@ class SwigluColumns:
             self._store_scale(block, row, scale)
 
     def _round(self, tile: ColumnTile, first: int) -> None:
-        """As _requantise, to bf16."""
+        """Like _requantise, but to bf16."""
         x, params = self.frame.x, self.params
         words = x.packed_bf16("rounded", self._staged_block())
         with self._expert_row(tile, first) as row:
@@ -150,7 +150,7 @@ class SwigluColumns:
 
     @contextmanager
     def _expert_row(self, tile: ColumnTile, first: int) -> Iterator[Register]:
-        """The number of the expert row of staged token `self.token`. The body runs if the tile has such a row."""
+        """The index of the expert row of staged token `self.token`. The body runs only if the tile has that row."""
         x = self.frame.x
         row = x.let("staged_row", "add.u32", self.token, first)
         is_row = x.let("is_row", "setp.lt.u32", row, tile.rows)
@@ -159,14 +159,14 @@ class SwigluColumns:
             yield row
 
     def _block_of_row(self, tile: ColumnTile) -> Register:
-        """The number of the thread's block in its row of a2."""
+        """The index of the thread's block in its row of a2."""
         x, frame = self.frame.x, self.frame
         block = x.let("block_of_row", "mad.lo.u32", tile.tile_m, frame.tiling.warpgroups, frame.warpgroup)
         x.emit("mad.lo.u32", block, block, BLOCKS, self.block)
         return block
 
     def _store_scale(self, block: Register, row: Register, scale: Register) -> None:
-        """The byte of a block in its atom."""
+        """Stores the byte of a block in its atom."""
         x, params = self.frame.x, self.params
         atoms = x.let("atoms_of_row", "div.u32", params.intermediate, ATOM_OUTPUTS)
         atom = x.let("atom", "div.u32", row, ATOM_ROWS)
@@ -179,7 +179,7 @@ class SwigluColumns:
 
 
 def _pair(x: Builder, table: Register, group: int) -> Vector:
-    """The entries of this thread's two tokens of group `group` of eight."""
+    """The table entries of this thread's two tokens in group `group` of eight."""
     values = x.regs("of_pair", "f32", 2)
     x.emit("ld.global.v2.f32", values, at(table, 8 * group * F32_BYTES))
     return values

@@ -3,7 +3,7 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 """Small CuTeDSL host functions that exercise the host side: launches, attributes, tensor maps, streams, products.
 
-`gemm` is of sm_100a, `product` of sm_90a: tensor maps, mbarriers and the tensor core of either.
+`gemm` is for sm_100a and `product` for sm_90a: tensor maps, mbarriers and the tensor core of each.
 """
 
 import cuda.bindings.driver as cuda
@@ -20,7 +20,7 @@ MMA_TILER = (128, 64, 64)
 
 @cute.kernel
 def scale_add_kernel(x: cute.Tensor, y: cute.Tensor, alpha: Float32):
-    """y[i] += alpha * x[i], one thread an element. It may start before the kernel that writes x has ended."""
+    """y[i] += alpha * x[i], one thread per element. It may start before the kernel that writes x has ended."""
     cute.arch.griddepcontrol_wait()
     tid, _, _ = cute.arch.thread_idx()
     bid, _, _ = cute.arch.block_idx()
@@ -38,7 +38,7 @@ def scale_add(x: cute.Tensor, y: cute.Tensor, alpha: Float32, stream: cuda.CUstr
 
 @cute.jit
 def scale_add_twice(x: cute.Tensor, y: cute.Tensor, z: cute.Tensor, count: Int32, stream: cuda.CUstream):
-    """y += 2x, then z += count * y. The second launch reads the first one's y and may start early."""
+    """y += 2x, then z += count * y. The second launch reads the y of the first and may start early."""
     blocks = cute.ceil_div(cute.size(x), THREADS)
     scale_add_kernel(x, y, Float32(2)).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream)
     scale_add_kernel(y, z, Float32(count)).launch(
@@ -71,7 +71,7 @@ def cluster_ranks(ranks: cute.Tensor, stream: cuda.CUstream):
 
 @cute.struct
 class GemmStorage:
-    """Shared memory of gemm_kernel besides the operands."""
+    """Shared memory of gemm_kernel apart from the operands."""
 
     full: cute.struct.MemRange[Int64, 2]
     done: cute.struct.MemRange[Int64, 2]

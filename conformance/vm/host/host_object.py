@@ -1,7 +1,8 @@
-"""Host objects from LLVM IR: host functions of a few calls each, one for every runtime call under test.
+"""Host objects from LLVM IR: host functions with a few calls each, one for every runtime call under test.
 
-They follow the packed convention. The function body sees %arg0, %arg1, ... (the addresses of its arguments), %buffer
-(the first argument's value, a device address) and the calls declared in DECLARATIONS; it ends by `ret`-urning a code.
+They follow the packed convention. The function body can use %arg0, %arg1, ... (the addresses of its arguments), %buffer
+(the first argument's value, a device address) and the calls declared in DECLARATIONS. It must end by `ret`-urning a
+code.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def host_program(body: str, *, version: str = "1.1") -> HostProgram:
 def call(
     program: HostProgram, memory: Mapping[str, npt.NDArray[np.uint32]], outputs: Collection[str] | None = None
 ) -> tuple[LaunchRecord, ...]:
-    """Run `program` on uint32 arrays, in place; it may write only those named in `outputs`, if given."""
+    """Runs `program` on uint32 arrays, in place. If `outputs` is given, it may write only those arrays."""
     machine = Machine()
     places = {name: array.view(np.uint8) for name, array in memory.items()}
     return run_host_program(program, machine, map_in_place(machine, places, program.scratch, outputs))

@@ -75,7 +75,7 @@ def compiled(name: str) -> Artifact:
 def run(
     name: str, arguments: dict[str, HostArg], tensors: dict[str, torch.Tensor], convention: Convention = "tvm_ffi"
 ) -> dict[str, int]:
-    """Call a compiled function on tensors and return the counters. A broken rule fails the test."""
+    """Calls a compiled function on tensors and returns the counters. A broken rule fails the test."""
     program = compiled(name).program({**arguments, "stream": StreamArg()}, convention=convention)
     execution = EXECUTOR.run(program, tensors, RunOptions())
     assert execution.violation is None, execution.violation
@@ -83,7 +83,7 @@ def run(
 
 
 def vector(name: str, dtype: str = "f32", n: int = N) -> TensorArg:
-    """A tensor argument of one dimension with a dynamic size."""
+    """A one-dimensional tensor argument with a dynamic size."""
     return TensorArg(name, dtype, (n,), packed=FIRST_DIM)
 
 
@@ -175,7 +175,7 @@ def test_launch_attributes_arrive() -> None:
 
 
 def launches(name: str, arguments: dict[str, HostArg], tensors: dict[str, torch.Tensor]) -> tuple[LaunchRecord, ...]:
-    """The launches that a compiled function asks the runtime for."""
+    """The launches that a compiled function requests from the runtime."""
     machine = Machine()
     memory = {key: tensor.view(torch.uint8).numpy() for key, tensor in tensors.items()}
     program = compiled(name).program({**arguments, "stream": StreamArg()})

@@ -1,4 +1,4 @@
-"""Laws of the CUDA runtime for host programs: memory, streams, launches, and the words of each refusal."""
+"""CUDA runtime behaviour for host programs: memory, streams, launches, and the message of each refusal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAUNCH_ON_BUFFER = LAUNCH.format(data="%buffer", stream="%stream")
 
 
 def memory() -> dict[str, npt.NDArray[np.uint32]]:
-    """`data` holds 0, 1, 2, ...; `out` has as many bytes, all 0xFF."""
+    """`data` holds 0, 1, 2, ...; `out` has the same number of bytes, all 0xFF."""
     return {"data": np.arange(COUNT, dtype=np.uint32), "out": np.full(COUNT, 0xFFFFFFFF, np.uint32)}
 
 
@@ -264,7 +264,7 @@ def test_the_device_is_an_h200(attribute: int, value: int) -> None:
 
 
 def encode(box: int, swizzle: int = 3) -> tuple[str, ...]:
-    """IR that encodes a map of `buffer` as [rows 5, columns 8] u32 and leaves it in `out`."""
+    """IR that encodes a map of `buffer` as [rows 5, columns 8] u32 and stores it in `out`."""
     return (
         "%map = alloca [128 x i8], align 64",
         "%dims = alloca [2 x i64]", "store [2 x i64] [i64 8, i64 5], ptr %dims",

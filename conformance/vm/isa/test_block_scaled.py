@@ -84,7 +84,7 @@ def random_codes(rng: np.random.Generator, shape: tuple[int, ...], kind: str) ->
 
 
 def in_smem(codes: Bytes, kind: str, element: str) -> Bytes:
-    """Rows as the MMA reads them: nibbles packed for the 4-bit kinds, else 16 bytes for 16 elements, with noise."""
+    """Rows as the MMA reads them: nibbles packed for 4-bit kinds, else 16 elements in 16 bytes, with noise."""
     if kind != "mxf8f6f4":
         return (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
     bits = {"e2m1": 4, "e2m3": 6, "e3m2": 6}.get(element, 8)
@@ -113,7 +113,7 @@ def scaled_product(a: Float, sfa: Float, b: Float, sfb: Float) -> Float:
 
 @dataclass
 class Operands:
-    """Codes of A, B and their scale factors; `run` puts them in place and executes instructions on them."""
+    """Codes of A, B and their scale factors. `run` stores them and executes instructions on them."""
 
     case: Case
     a: Bytes
@@ -138,7 +138,7 @@ class Operands:
                               numbers(self.sfb, case.sf))  # fmt: skip
 
     def run(self, issue: str, **options: Any) -> Float:
-        """D as float64 [128, n]. In `issue`, A and B are the descriptors, SCALES the copies of the scale factors."""
+        """D as float64 [128, n]. `issue` may use the descriptors A and B, and SCALES to copy the scale factors."""
         image, rng = Image(), np.random.default_rng(1)
         named = {
             " A,": f" {descriptor(image.add(core_matrices(in_smem(self.a, self.case.kind, self.case.a))))},",
@@ -162,7 +162,7 @@ class Operands:
 
 
 def _clearing(columns: int) -> str:
-    """Writes columns that the MMA leaves alone, so that they may be read."""
+    """Writes columns that the MMA does not touch, so that they may be read."""
     zeros = ", ".join(["%w0"] * 32)
     stores = [f"tcgen05.st.sync.aligned.32x32b.x32.b32 [%at+{c}], {{{zeros}}};" for c in range(0, columns, 32)]
     return ("mov.b32 %w0, 0; shl.b32 %at, %warp, 21; add.s32 %at, %at, %tm;" + "".join(stores)
@@ -188,7 +188,7 @@ def test_fast_is_within_rounding(schedule: str) -> None:
 
 
 def test_extreme_scale_factors_do_not_overflow_on_the_way() -> None:
-    """2^127 on one side and 2^-127 on the other: the product of both is 1."""
+    """2^127 on one side and 2^-127 on the other multiply to 1."""
     case = CASES[5]
     operands = Operands.random(case)
     operands.sfa[:], operands.sfb[:] = 254, 0
@@ -272,7 +272,7 @@ def test_in_the_ring_they_are_refused() -> None:
 
 
 def test_replicas_that_differ_are_found() -> None:
-    """The copy gives each of the 128 lanes its own row; the four quarters need the same 32 rows."""
+    """The copy gives each of the 128 lanes its own row, but the four quarters need the same 32 rows."""
     case = CASES[0]
     spoilt = f"tcgen05.cp.cta_group::1.128x128b [%tm+{SFA_COLUMN}], {descriptor(0, 16)};"
     with pytest.raises(Fault, match="differ between quarters") as caught:

@@ -148,7 +148,7 @@ def test_a_tensor_store_instruction_leaves_an_h200s_bytes(name: str) -> None:
 def test_a_tensor_reduction_adds_where_an_h200_added(name: str, dtype: str, element: int) -> None:
     """100 x 100 zeros in rows of 400 bytes; the box of 16 x 8 at (8, 95) is clipped to 5 rows.
 
-    The dump is the sum, so the image is taken from it. A second addition must double it.
+    The image is taken from the H200's dump, which is the sum. A second addition must double it.
     """
     measured = STORES[name]
     image = np.zeros(IMAGE // 4, np.uint32)
@@ -231,11 +231,11 @@ THROUGH_MAPS = {
     **dict.fromkeys(("and", "or", "xor"), INTEGERS),
     **dict.fromkeys(("inc", "dec"), frozenset({"u32"})),
 }
-"""The element types of maps that a reduction takes (PTX ISA 9.7.9.27.1.3), written down a second time."""
+"""The element types of maps that a reduction accepts (PTX ISA 9.7.9.27.1.3), written down independently."""
 
 
 def tensor_reduction(operation: str, dtype: str, accumulate: str = "fast") -> dict[str, Array]:
-    """The buffers after 128 elements of ones were combined with 128 of twos."""
+    """The buffers after 128 elements of ones are combined with 128 of twos."""
     element = ELEMENT_TYPES[dtype]
     size = 128 * element.bits // 8
     instruction = f"cp.reduce.async.bulk.tensor.1d.global.shared::cta.{operation}.bulk_group [%map, {{0}}], [%r1];"
@@ -386,7 +386,7 @@ def test_a_copy_from_shared_memory_into_another_cta() -> None:
     assert_clean(kernel, {"out": np.stack([rows + 1000, rows])})
 
 
-# tensormap.replace against the bits of an H200, and the copy of a changed map from shared to global memory.
+# tensormap.replace against the bits of an H200, and the copy of a modified map from shared to global memory.
 
 
 MAPS_OF_H200 = np.load(SILICON / "movement" / "tensor_map.npz")
@@ -407,7 +407,7 @@ ret;"""
 
 
 def run(body: str, before: bytes = bytes(128)) -> tuple[bytes, bytes]:
-    """The map in global memory, and the copy that the kernel made of it in shared memory and then wrote to `out`."""
+    """The map in global memory, and the copy of it that the kernel made in shared memory and then wrote to `out`."""
     found, _ = Kernel(
         HEAD + body + COPY, {"map": np.frombuffer(before, np.uint8), "out": np.zeros(128, np.uint8)}
     ).run()
@@ -415,7 +415,7 @@ def run(body: str, before: bytes = bytes(128)) -> tuple[bytes, bytes]:
 
 
 def instruction(name: str, space: str) -> str:
-    """The instruction of a golden name such as `box_dim[3]=0x155`."""
+    """The instruction for a golden name such as `box_dim[3]=0x155`."""
     parts = re.fullmatch(r"(\w+)(?:\[(\d)\])?=(\w+)", name)
     assert parts is not None, name
     field, ordinal, value = parts.groups()
@@ -468,7 +468,7 @@ def test_a_map_at_an_odd_address() -> None:
 
 
 def test_a_change_that_another_thread_does_not_wait_for() -> None:
-    """Two warps and no barrier between the change and the copy."""
+    """Two warps without a barrier between the change and the copy."""
     body = HEAD.replace("bar.warp.sync -1;", "bar.sync 0;").replace(
         "shl.b32 %v, %tx, 2;", "and.b32 %v, %lane, 31; shl.b32 %v, %v, 2;"
     )
@@ -482,7 +482,7 @@ def test_a_change_that_another_thread_does_not_wait_for() -> None:
 
 @pytest.mark.parametrize("size", ["16", "%r9"])
 def test_lanes_that_issue_the_same_reduction_do_it_each(size: str) -> None:
-    """ptxas makes a loop over them. A store of all, with the same operands, is one operation of the warp."""
+    """ptxas loops over the lanes. A store by all of them, with the same operands, is one operation of the warp."""
     body = f""".shared .align 16 .b8 buf[512];
     shl.b32 %r1, %lane, 4; mov.u32 %r2, buf; add.u32 %r3, %r1, %r2; mov.u32 %r4, 3; mov.u32 %r9, 16;
     st.shared.v4.u32 [%r3], {{%r4, %r4, %r4, %r4}};
@@ -502,7 +502,7 @@ def test_lanes_that_issue_the_same_reduction_do_it_each(size: str) -> None:
 
 
 def test_a_load_that_nobody_was_elected_for() -> None:
-    """Each lane's copy writes what the one before it writes, and the mbarrier counts the bytes of all of them."""
+    """Each lane's copy writes the same bytes, but the mbarrier counts the bytes of all of them."""
     body = f""".shared .align 16 .b8 buf[512]; .shared .b64 bar;
     mov.u32 %r2, buf; mov.u32 %r3, bar; setp.eq.u32 %p1, %lane, 0;
     @%p1 mbarrier.init.shared.b64 [%r3], 1; {FENCE} bar.warp.sync 0xffffffff;
@@ -519,7 +519,7 @@ CHANNELS = 16
 
 @dataclass(frozen=True)
 class Columns:
-    """One im2col copy of f16: the images [n, .., w, c], the bounding box, the first position (the width first)."""
+    """One im2col copy of f16: the images [n, .., w, c], the bounding box, the first position (width first)."""
 
     shape: tuple[int, ...]
     lower: tuple[int, ...]
@@ -544,7 +544,7 @@ class Columns:
                    im2col=Im2col(self.lower, self.upper, self.pixels))  # fmt: skip
 
     def places(self) -> list[tuple[int, ...]]:
-        """The pixels (n, .., w) in the order of the convolution that they serve: images, then filter positions."""
+        """The pixels (n, .., w) in the order that the convolution reads them: images, then filter positions."""
         spatial = self.shape[1:-1][::-1]
         steps = self.steps or (1,) * len(spatial)
         axes = [range(low, size + high, step)
@@ -611,7 +611,8 @@ def test_an_im2col_load_takes_the_pixels_of_a_convolution(name: str) -> None:
     found, _ = column_kernel(item).run()
     wanted = item.loaded()
     if item.swizzle == "32B":
-        # Bit 4 of the address is exchanged with its sum with bit 7: halves of a row of 32 bytes, in every other four.
+        # The swizzle XORs bit 4 of the address with bit 7: in every other group of four 32-byte rows the halves are
+        # swapped.
         rows = np.arange(item.pixels)
         wanted = np.where((rows // 4 % 2 == 1)[:, None], np.roll(wanted, 8, axis=1), wanted)
     got = found["out"].reshape(wanted.shape)
@@ -645,7 +646,7 @@ def test_a_map_and_its_copy_are_of_one_mode() -> None:
 
 
 def test_an_im2col_store_puts_them_back() -> None:
-    """Pixels outside of the images are not written (PTX ISA 5.5.4.3), and neither are offsets given."""
+    """Pixels outside the images are not written (PTX ISA 5.5.4.3), and no offsets are given."""
     item = Columns((2, 3, 4, 16), (-1, -1), (0, 0), 20, (-1, 0, 0))
     body = f""".shared .align 1024 .b8 tile[8192];
 mov.b32 %r30, tile; mov.u32 %r1, %tx;
@@ -665,13 +666,13 @@ END: ret;"""
     assert wanted.any(), "the test writes something"
 
 
-# Where a map begins. `x` is u32 [4, 16]; a map of it that begins some rows below it, and the boxes of four rows that it
-# is asked for. An H200 faults where a box begins outside and the map below memory: h200-tma-out-of-bounds.json.
+# The start of a map. `x` is u32 [4, 16]. BELOW is a map of it that begins four rows below it; the boxes have four rows.
+# An H200 faults if a box begins outside and the map below memory: h200-tma-out-of-bounds.json.
 BELOW = Map("x", "u32", (16, 4, 8), (64, 64), (16, 4, 1), offset=-4 * 64)
 
 
 def below(at: tuple[int, int, int], m: Map = BELOW, mark: str = " //!") -> Kernel:
-    """Four rows of the map `m` at `at` go to `out` as they are."""
+    """Copies four rows of the map `m` at `at` to `out` unchanged."""
     load = (
         f"{EXPECT}\n{LOAD.replace('.2d.', '.3d.').replace('{%r30, %r30}', '{' + ', '.join(map(str, at)) + '}')}{mark}"
     )
@@ -695,7 +696,7 @@ def test_a_box_that_begins_outside_reads_where_its_map_begins(name: str) -> None
 
 
 def test_a_box_that_begins_inside_reads_what_it_has_alone() -> None:
-    """Rows `first` to `first + valid - 1`, and zeros, by a map that begins below the tensor."""
+    """Rows `first` to `first + valid - 1`, then zeros, through a map that begins below the tensor."""
     for first, valid in ((0, 1), (0, 4), (1, 3), (3, 1)):
         wanted = np.zeros((4, 16), np.uint32)
         wanted[:valid] = X.reshape(4, 16)[first : first + valid]
@@ -703,7 +704,7 @@ def test_a_box_that_begins_inside_reads_what_it_has_alone() -> None:
 
 
 def test_a_map_may_not_begin_in_another_buffer_than_its_tensor() -> None:
-    """There they lie so by chance. A box that begins inside has shown which tensor it is."""
+    """The two buffers are adjacent only by chance. A box that begins inside has shown which tensor the map is for."""
     rows = 2 * GAP // 64
     begins_in_before = Map("x", "u32", (16, rows + 4), (64,), (16, 4), offset=-2 * GAP)
     inside, outside = (LOAD.replace("{%r30, %r30}", f"{{0, {row}}}") for row in (rows, rows + 4))
@@ -716,7 +717,7 @@ def test_a_map_may_not_begin_in_another_buffer_than_its_tensor() -> None:
 
 
 def test_addresses_wrap_around() -> None:
-    """Triton's ragged descriptors and our attention over sequences of their own lengths have maps that do."""
+    """Such maps are used by Triton's ragged descriptors and by our attention over sequences of different lengths."""
     end = 1 << 30
     wrapping = Map("x", "u32", (16, end, 5, end + 1), (64, 64, (1 << 34) - 64), (16, 4, 1, 1))
     for first, valid in ((0, 1), (0, 4), (1, 3), (3, 1), (0, 0), (4, 0)):

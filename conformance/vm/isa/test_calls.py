@@ -1,4 +1,4 @@
-"""Calls put in place, jumps by a table, what device code prints and asserts, and modifiers in any order."""
+"""Inlined calls, jumps by a table, output and assertions of device code, and modifiers in any order."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CALLER = """
 
 
 def _run(ptx: str, size: int = 32, schedule: str = "eager") -> tuple[list[int], str]:
-    """Entry `k` on one warp: the words that it stored at `y`, and what it printed."""
+    """Runs entry `k` on one warp. Returns the words that it stored at `y`, and what it printed."""
     machine, y, said = Machine(schedule), np.zeros(size, np.uint32), list[str]()
     machine.printed = said.append
     base = machine.memory.add("y", y.view(np.uint8)).base
@@ -83,7 +83,7 @@ def _run(ptx: str, size: int = 32, schedule: str = "eager") -> tuple[list[int], 
 
 def test_functions_call_functions_under_a_guard() -> None:
     stored, _ = _run(FUNCTIONS + CALLER)
-    # 5 i three times; beyond 100 `plus` gives 0, and then its second call adds to that.
+    # 5 i three times. Above 100 `plus` gives 0, and its second call then adds to that.
     twice = [2 * x if x <= 100 else 0 for x in range(0, 160, 5)]
     expected = [t + x if t <= 100 else 0 for t, x in zip(twice, range(0, 160, 5), strict=True)]
     expected[7] = 77
@@ -193,7 +193,7 @@ def test_what_a_kernel_prints_is_handed_on() -> None:
 
 
 def _asserting(meeting: str) -> str:
-    """An assertion that lanes 16 to 31 fail, behind what the others meet at, as Triton's device_assert has it."""
+    """An assertion that lanes 16 to 31 fail while the others go to `meeting`, as in Triton's device_assert."""
     return f"""
 .extern .func __assertfail (.param .b64 a, .param .b64 b, .param .b32 c, .param .b64 d, .param .b64 e);
 .global .align 1 .b8 words[8] = {{{_bytes("too big")}}};
@@ -222,14 +222,14 @@ FAILED:
     "meeting", ["bar.sync 0;", "shfl.sync.idx.b32 %r2, %r1, 0, 31, -1;", "bar.sync 0; bar.sync 0;", ""]
 )
 def test_lanes_that_failed_an_assertion_are_missed_for_that(meeting: str) -> None:
-    """The others come to a barrier first, and that the warp is diverged there says nothing of the reason."""
+    """The other lanes reach a barrier first, but to report a diverged warp there would hide the reason."""
     with pytest.raises(Fault, match="assertion `too big` failed in too big, too big:7") as caught:
         _run(_asserting(meeting))
     assert (caught.value.rule, caught.value.lane) == ("assert", 16)
 
 
 def test_lanes_that_are_gone_for_no_assertion_are_missed_at_the_barrier() -> None:
-    """Though there is one in the kernel, and though what they do is wrong in another way."""
+    """Even though the kernel has an assertion, and even though those lanes do something else wrong."""
     for elsewhere in ("  bar.sync 1;\n", "  ld.global.u32 %r2, [%rd3];\n", "AGAIN: bra.uni AGAIN;\n"):
         with pytest.raises(Fault) as caught:
             _run(_asserting("bar.sync 0;").replace("FAILED:\n", f"FAILED:\n{elsewhere}"))
@@ -478,7 +478,7 @@ MET:
   ret;
 }
 """
-"""What grid.sync() of cooperative_groups compiles to, between a store and a load of another CTA's element."""
+"""The code of cooperative_groups' grid.sync(), between a store and a load of another CTA's element."""
 
 
 def _cooperate(ctas: int, schedule: str, *, cooperative: bool = True) -> list[int]:

@@ -1,4 +1,4 @@
-"""Laws of carries, video instructions and packed bytes, in Python's integers. An H200's bits: silicon/lanewise."""
+"""Carries, video instructions and packed bytes against Python's integers. silicon/lanewise has an H200's bits."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def read(pattern: int, kind: str) -> int:
 
 
 def value_range(kind: str) -> tuple[int, int]:
-    """The least and the largest integer of a type."""
+    """The smallest and the largest integer of a type."""
     bits = int(kind[1:])
     return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if kind[0] == "s" else (0, 2**bits - 1)
 
@@ -80,10 +80,10 @@ def value_range(kind: str) -> tuple[int, int]:
 @pytest.mark.parametrize("dst", INTEGERS)
 @pytest.mark.parametrize("src", INTEGERS)
 def test_integers_chop_extend_and_saturate(dst: str, src: str) -> None:
-    """All registers have 64 bits: sources are chopped, results extended by their sign (PTX ISA 9.4.1)."""
+    """All registers have 64 bits: sources are truncated, results extended by their sign (PTX ISA 9.4.1)."""
     wide = np.array(PATTERNS, np.uint64)
     (low, high), (least, most) = value_range(dst), value_range(src)
-    # ptxas has no .sat where every value fits.
+    # ptxas has no .sat for conversions where every value fits.
     sat = "" if low <= least and most <= high else ".sat"
     found = run_ptx(
         f"cvt.{dst}.{src} %d, %a; cvt{sat}.{dst}.{src} %e, %a;", {"a": wide}, {"d": np.uint64, "e": np.uint64}
@@ -117,7 +117,7 @@ def test_integral_roundings(op: str, wanted: list[int]) -> None:
 
 
 def test_nan_and_overflow_into_integers() -> None:
-    """PTX ISA 9.7.9.21: clamped by default; NaN gives 0, or the top bit where f64, s64 or u64 takes part."""
+    """PTX ISA 9.7.9.21: clamped by default; NaN gives 0, or the top bit if f64, s64 or u64 is involved."""
     a = np.array([np.nan, np.inf, -np.inf, 3e9], np.float32)
     expected = {
         "cvt.rzi.s32.f32": (np.int32, [0, 2**31 - 1, -(2**31), 2**31 - 1]),
@@ -164,7 +164,7 @@ def test_small_formats() -> None:
 
 
 def test_stochastic_rounding_carries_with_its_random_bits() -> None:
-    """PTX ISA 9.7.9.21: away from zero where the random bits plus the dropped bits carry; upper bits for a."""
+    """PTX ISA 9.7.9.21: away from zero if the random bits plus the dropped bits carry; the upper bits are for a."""
     one_and_a_half_units = np.array([0x3F80_8000], np.uint32)
     inputs = {"a": one_and_a_half_units, "b": one_and_a_half_units}
     for random, wanted in ((0x8000_0000, 0x3F81_3F80), (0x0000_8000, 0x3F80_3F81), (0x7FFF_7FFF, 0x3F80_3F80)):
@@ -224,8 +224,8 @@ NARROW = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e3m2"
 
 @pytest.mark.parametrize("kind", NARROW)
 def test_four_floats_round_stochastically(kind: str) -> None:
-    """Without random bits the magnitude is cut, with all of them set only exact values stay; a and b use the upper
-    half, e and f the lower one (PTX ISA 9.7.9.21)."""
+    """Random bits of 0 truncate the magnitude; with all bits set only exact values stay. a and b use the upper half, e
+    and f the lower half (PTX ISA 9.7.9.21)."""
     values = np.linspace(-6.0, 6.0, 997, dtype=np.float32)
     names = ("a", "b", "e", "f")
     inputs: dict[str, npt.ArrayLike] = {name: np.roll(values, 7 * i) for i, name in enumerate(names)}
@@ -271,7 +271,7 @@ WIDENED = {"e4m3x2": NARROW["e4m3"], "e5m2x2": NARROW["e5m2"], "e3m2x2": NARROW[
 
 @pytest.mark.parametrize("kind", [*WIDENED, "s2f6x2"])
 def test_bytes_become_scaled_bf16(kind: str) -> None:
-    """PTX ISA 9.7.9.21: converted, then multiplied by the ue8m0 factor of their half."""
+    """PTX ISA 9.7.9.21: converted, then multiplied by the ue8m0 factor of its half."""
     count = 64 if kind[:2] in ("e3", "e2") else 256
     codes = np.arange(count, dtype=np.uint16)
     pair = codes << 8 | codes[::-1]

@@ -1,4 +1,4 @@
-"""The coverage table is current, its sections exist and are about the opcode, and it covers all that CuTeDSL emits."""
+"""The coverage table is current, its sections exist and describe the opcode, and it covers all that CuTeDSL emits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_json_has_a_row_for_every_form() -> None:
 
 
 def test_every_data_file_says_what_ran() -> None:
-    """witnessed.json lists the files of results and nothing else."""
+    """witnessed.json lists exactly the files of results."""
     files = {
         str(file.relative_to(SILICON))
         for folder in ("lanewise", "numerics", "movement", "whole")
@@ -56,7 +56,7 @@ def test_arrays_named_after_an_opcode_are_listed(name: str) -> None:
 
 
 def test_a_form_is_witnessed_for_the_words_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two forms spelt alike, only the one whose words ran has the witness; an opcode of no form is refused."""
+    """Of two forms spelt alike, only the one whose words ran has the witness. An opcode without a form is refused."""
     file = tmp_path / "witnessed.json"
     monkeypatch.setattr(coverage, "MEASURED", file)
     for opcode, known in (("setp.ne.b32", True), ("setp.nobody.knows", False)):
@@ -80,7 +80,7 @@ def test_bad_arguments_are_a_sentence(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def speaks_of(title: str, spelling: str) -> bool:
-    """Whether the opcode of a section's heading begins the spelling, or all its parts occur in it."""
+    """Whether the opcode in a section's heading begins the spelling, or all its parts occur in it."""
     plain = spelling.replace("{", "").replace("}", "").replace("::", ".").split("<")[0]
     parts, wanted = plain.strip(".").split("."), title.split(".")
     return parts[: len(wanted)] == wanted or all(part in parts for part in wanted)

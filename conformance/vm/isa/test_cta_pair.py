@@ -1,4 +1,4 @@
-"""CTAs of a cluster: instructions of a pair of CTAs, and clusterlaunchcontrol."""
+"""CTAs of a cluster: instructions on a pair of CTAs, and clusterlaunchcontrol."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def operands(m: int) -> tuple[Half, Half]:
 
 
 def images(a: Half, b: Half) -> tuple[list[Bytes], str, str]:
-    """The image of each CTA, half of the rows of A and of B at the same offsets; the two descriptors."""
+    """The image of each CTA, half of the rows of A and of B at the same offsets, and the two descriptors."""
     both, where = [], (0, 0)
     for rows, columns in zip(np.split(a, 2), np.split(b, 2), strict=True):
         image = Image()
@@ -77,7 +77,7 @@ def test_each_cta_holds_its_half_of_a_b_and_d(m: int, schedule: str) -> None:
 
 @pytest.mark.parametrize("m", [128, 256])
 def test_a_from_tensor_memory(m: int) -> None:
-    """Row m of a CTA in lane m; for M = 128 the 64 rows lie twice, in lanes 0..63 and 64..127."""
+    """Row m of a CTA in lane m. For M = 128 the 64 rows are stored twice, in lanes 0..63 and 64..127."""
     a, b = operands(m)
     both, _, at_b = images(a, b)
     if m == 256:
@@ -93,7 +93,7 @@ def test_a_from_tensor_memory(m: int) -> None:
 
 
 def test_disabled_lanes_are_those_of_both_ctas() -> None:
-    """Elements 0..3 of the vector are the even CTA's lanes, 4..7 the odd one's."""
+    """Elements 0..3 of the vector are the even CTA's lanes, 4..7 the odd CTA's."""
     a, b = operands(256)
     both, at_a, at_b = images(a, b)
     masked = plain(256, at_a, at_b, enable="{%w0, %w1, %w1, %w1, %w1, %w1, %w1, %w0}, %yes")
@@ -115,9 +115,9 @@ def test_disabled_lanes_are_those_of_both_ctas() -> None:
     ids=["nvf4", "mxf8"],
 )  # fmt: skip
 def test_block_scaled(case: Case, m: int) -> None:
-    """A CTA has the scale factors of its rows of A and all of those of B.
+    """A CTA has the scale factors of its own rows of A and of all rows of B.
 
-    With M = 128, the rows of B below N / 2 are in quarters 0 and 1, the others in 2 and 3.
+    With M = 128, the rows of B below N / 2 are in quarters 0 and 1, the others in quarters 2 and 3.
     """
     rng = np.random.default_rng(7)
     a, b = random_codes(rng, (m, case.k), case.a), random_codes(rng, (case.n, case.k), case.b)
@@ -203,7 +203,7 @@ FREED: ret;"""
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "late_cta:0", "late_cta:1"])
 def test_memory_that_a_cta_gives_back_while_its_peer_reads(schedule: str) -> None:
-    """No barrier of the cluster before the dealloc, as in the public bugs cutlass#3435 and triton#10656."""
+    """No cluster barrier before the dealloc, as in the public bugs cutlass#3435 and triton#10656."""
     both, at_a, at_b = images(*operands(256))
     early = {"free": FREE_AT_ONCE}
     with pytest.raises(Fault, match=r"tcgen05\.dealloc") as caught:
@@ -211,7 +211,7 @@ def test_memory_that_a_cta_gives_back_while_its_peer_reads(schedule: str) -> Non
     assert caught.value.rule in ("tmem-dealloc", "tmem-race", "tmem-load-not-waited"), f"found {caught.value}"
 
 
-# clusterlaunchcontrol: the work of each cluster is done once, by that cluster or by one that took it over.
+# clusterlaunchcontrol: each cluster's work is done once, by that cluster or by one that took it over.
 
 
 GRID = (4, 3, 2)

@@ -52,7 +52,7 @@ def test_no_rounding_modifier_means_nearest(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["div.full.f32", "div.approx.f32"])
 def test_approximate_quotients_are_within_two_units_of_an_h200s(op: str) -> None:
-    """PTX ISA 9.7.3.8: 2 ulp, for .approx while |b| lies in [2^-126, 2^126]."""
+    """PTX ISA 9.7.3.8: 2 ulp for .approx while |b| lies in [2^-126, 2^126]."""
     divisor = np.abs(BINARY["b"].view(np.float32))
     usual = (divisor >= 2.0**-126) & (divisor <= 2.0**126)
     a, b, answered = (BINARY[name][usual] for name in ("a", "b", op))
@@ -171,7 +171,7 @@ def test_flushing_keeps_the_sign() -> None:
 
 
 def test_three_operands_of_min_and_max() -> None:
-    """PTX ISA 9.7.3.11: NaN operands are passed over, with .NaN they win, .abs compares magnitudes."""
+    """PTX ISA 9.7.3.11: NaN operands are ignored, but win with .NaN; .abs compares magnitudes."""
     one, two, three = 0x3F80_0000, 0x4000_0000, 0xC040_0000
     a, b, c = f32s(one, NAN, NAN, MINUS_ZERO), f32s(two, one, NAN, 0), f32s(three, two, NAN, 0)
     expected = {
@@ -202,7 +202,7 @@ def test_copysign_takes_the_sign_of_its_first_source() -> None:
 
 
 def test_testp_knows_every_property() -> None:
-    """PTX ISA 9.7.3.1, on 1, a subnormal, -0, infinity and NaN."""
+    """PTX ISA 9.7.3.1: applied to 1, a subnormal, -0, infinity and NaN."""
     a = f32s(0x3F80_0000, 1, MINUS_ZERO, INF, NAN)
     expected = {
         "finite": [1, 1, 1, 0, 0],

@@ -87,7 +87,7 @@ def test_flushing_makes_subnormals_equal_to_zero() -> None:
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_packed_halves_give_two_predicates(kind: str) -> None:
-    """PTX ISA 9.7.7.2: p from the lower halves, q from the upper ones."""
+    """PTX ISA 9.7.7.2: p from the lower halves, q from the upper halves."""
     a, b = stored([1.0, 3.0, NAN, 0.0], kind).view(np.uint32), stored([2.0, 2.0, 1.0, -0.0], kind).view(np.uint32)
     found = run_ptx(f"setp.lt.{kind}x2 %p|%q, %a, %b;", {"a": a, "b": b}, {"p": np.bool_, "q": np.bool_})
     assert (found["p"].tolist(), found["q"].tolist()) == ([True, False], [False, False])
@@ -130,7 +130,7 @@ def test_set_on_integers_halves_and_packed_halves() -> None:
 
 
 def test_slct_chooses_by_sign() -> None:
-    """PTX ISA 9.7.6.4: d = c >= 0 ? a : b; NaN chooses b, -0 and (with .ftz) a subnormal choose a."""
+    """PTX ISA 9.7.6.4: d = c >= 0 ? a : b; NaN selects b, -0 and (with .ftz) a subnormal select a."""
     a, b = np.uint32(0x7FC0_1234), np.uint32(22)
     c = np.array([0, 0x8000_0000, 0xBF80_0000, 0x7FFF_FFFF, 0x8000_0001], np.uint32)
     first, other = int(a), int(b)

@@ -141,7 +141,7 @@ def test_double_specials() -> None:
 
 
 def test_gross_doubles_have_an_empty_lower_word() -> None:
-    """PTX ISA 9.7.3.14 and 9.7.3.17: the specials of the tables, canonical NaN 0x7fffffff00000000."""
+    """PTX ISA 9.7.3.14 and 9.7.3.17: the special values of the tables; canonical NaN is 0x7fffffff00000000."""
     a = np.array([-np.inf, -5e-324, -0.0, 0.0, 5e-324, np.inf, np.nan, 3.0])
     found = run_ptx("rcp.approx.ftz.f64 %d, %a;", {"a": a}, {"d": np.uint64})["d"]
     inf = 0x7FF0 << 48

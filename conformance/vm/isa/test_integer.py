@@ -107,7 +107,7 @@ def test_wide_multiply_and_add(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_division_truncates_and_the_remainder_has_the_sign_of_the_dividend(kind: str) -> None:
-    """PTX ISA 9.7.1.8: division by zero yields an unspecified value; it must not end the run."""
+    """PTX ISA 9.7.1.8: division by zero yields an unspecified value, but must not end the run."""
     left, right = zip(*[(a, b) for a, b in zip(*pairs(kind), strict=True) if b], strict=True)
     quotients = [truncated_quotient(a, b) for a, b in zip(left, right, strict=True)]
     check(f"div.{kind}", kind, list(left), list(right), [wrap(q, kind) for q in quotients])
@@ -360,7 +360,7 @@ UNDEFINED = {
 
 @pytest.mark.parametrize("name", UNDEFINED)
 def test_operands_without_a_result_are_counted(name: str) -> None:
-    """The ISA gives none, and an H200's differs from its pseudo-code: a kernel that uses it is not portable."""
+    """The ISA specifies none, and an H200's differs from its pseudo-code: a kernel that uses it is not portable."""
     text, counter, (a, c) = UNDEFINED[name]
     machine = Machine()
     body = f"mov.b64 %w, 0x123456789abcdef0; mov.b32 %d, 0; {text}"

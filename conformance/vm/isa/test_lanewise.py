@@ -1,4 +1,4 @@
-"""Laws of every lane-wise family: lanes that take no part keep their value, and real kernels' spellings are known."""
+"""Laws of every lane-wise family: inactive lanes keep their value, and the spellings of real kernels are known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS: dict[str, npt.NDArray[np.generic]] = {
 }
 DESTINATIONS: dict[str, type[np.generic]] = {"H": np.uint16, "R": np.uint32, "L": np.uint64, "P": np.bool_}
 
-# What CuTeDSL's kernels contain of these families (a count of all their opcodes), one instruction a spelling.
+# One instruction per spelling of these families in CuTeDSL's kernels, from a count of all their opcodes.
 # h g: 16 bits, r s: 32, l k: 64, p: predicate; capitals are destinations.
 SPELLINGS = """
 add.f16 %H, %h, %g;               add.f32 %R, %r, %s;               add.f32x2 %L, %l, %k;
@@ -78,7 +78,7 @@ movmatrix.sync.aligned.m8n8.trans.b16 %R, %r;
 """
 INSTRUCTIONS = [part.strip() + ";" for part in SPELLINGS.replace("\n", " ").split(";") if part.strip()]
 WARP_WIDE = ("elect", "redux", "shfl", "vote", "movmatrix")
-# Forms of the same families that those kernels do not have: every modifier takes the general path.
+# Forms of the same families that those kernels do not use: every modifier takes the general path.
 FURTHER = """
 add.rz.ftz.sat.f32 %R, %r, %s; fma.rm.f32 %R, %r, %s, %r; fma.rp.ftz.f32x2 %L, %l, %k, %l; sub.rn.bf16 %H, %h, %g;
 min.ftz.f32 %R, %r, %s, %r; max.xorsign.abs.f32 %R, %r, %s; div.full.ftz.f32 %R, %r, %s; tanh.approx.f32 %R, %r;
@@ -103,7 +103,7 @@ STALE = {
 
 
 def written(instruction: str) -> str:
-    """The capital that an instruction writes first."""
+    """The capital of the first destination that an instruction writes."""
     return next(letter for letter in instruction if letter in DESTINATIONS and f"%{letter}" in instruction)
 
 
@@ -115,7 +115,7 @@ def test_a_spelling_of_real_kernels_runs(instruction: str) -> None:
 
 @pytest.mark.parametrize("instruction", LANEWISE)
 def test_lanes_that_take_no_part_keep_their_bits(instruction: str) -> None:
-    """The stale values are NaN patterns that a clean-up of the whole row would change."""
+    """The stale values are NaN patterns, which a clean-up of the whole row would change."""
     letter = written(instruction)
     inputs = {**WORDS, **STALE}
     whole = run_ptx(instruction, inputs, {letter: DESTINATIONS[letter]})[letter]

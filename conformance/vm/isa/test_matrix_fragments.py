@@ -17,7 +17,7 @@ LOADED = GOLDEN["ldm_o"][:512].reshape(4, 32, 4)
 REGISTERS = GOLDEN["ldm_sr"].reshape(32, 4)
 STORED = GOLDEN["ldm_st"].view(np.uint32).reshape(2, 1024)
 DECLARE = ".shared .align 128 .b8 tile[4096]; .reg .b32 %base, %at, %word, %i; .reg .pred %more;"
-# Every lane writes 32 words of the image: 16-bit elements 0, 1, 2, .. A warp barrier ends the fill.
+# Every lane writes 32 words of the image: 16-bit elements 0, 1, 2, ... A warp barrier ends the fill.
 FILL = """
     mov.u32 %base, tile; mov.u32 %i, 0;
 FILL:
@@ -73,7 +73,7 @@ def test_movmatrix_transposes_as_an_h200_does() -> None:
 
 
 def mma(spelling: str, a: Words, b: Words, c: Words, machine: Machine | None = None) -> Words:
-    """D, [32, registers], of one mma.sync on registers [32, registers]."""
+    """D [32, registers] of one mma.sync on registers [32, registers]."""
     inputs = {f"{name}{i}": x[:, i].copy() for name, x in (("a", a), ("b", b), ("c", c)) for i in range(x.shape[1])}
     names = {name: "{" + ", ".join(f"%{name}{i}" for i in range(count)) + "}"
              for name, count in zip("abcd", (a.shape[1], b.shape[1], c.shape[1], c.shape[1]), strict=True)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Loads, stores, atomics, cp.async and the shared memory of a cluster, against the ISA and an H200's addresses."""
+"""Loads, stores, atomics, cp.async and cluster shared memory, against the ISA and an H200's addresses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ ATOMICS = {
 @pytest.mark.parametrize("space", ["global", "shared"])
 @pytest.mark.parametrize("name", ATOMICS)
 def test_atomics_return_the_old_value(name: str, space: str) -> None:
-    """Each lane has its own word, so the order of lanes does not matter (PTX ISA 9.7.13.5)."""
+    """Each lane has its own word, so the order of the lanes does not matter (PTX ISA 9.7.13.5)."""
     put = "ld.global.b32 %r3, [%rd2]; st.shared.b32 [%r2], %r3;" if space == "shared" else ""
     get = "ld.shared.b32 %r3, [%r2]; st.global.b32 [%rd2], %r3;" if space == "shared" else ""
     place = "%r2" if space == "shared" else "%rd2"
@@ -87,7 +87,7 @@ def test_atomics_return_the_old_value(name: str, space: str) -> None:
 
 @pytest.mark.parametrize("space", ["shared", "global"])
 def test_an_atomic_sum_returns_a_signalling_nan_as_it_is(space: str) -> None:
-    """Drawn programs 1794, 2538 on an H200. The sum is the canonical NaN."""
+    """Drawn programs 1794 and 2538 on an H200. The sum is the canonical NaN."""
     place, buf = ("buf", ".shared .b32 buf;") if space == "shared" else ("%word", "")
     put, get = (
         ("st.shared.b32 [buf], %r1;", "ld.shared.b32 %r3, [buf];") if buf else ("", "ld.global.b32 %r3, [%word];")
@@ -241,7 +241,7 @@ def test_a_vector_atomic_is_aligned_to_all_of_it() -> None:
 @pytest.mark.parametrize("opcode", ["atom", "red"])
 @pytest.mark.parametrize(("kind", "dtype"), [("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
 def test_halves_are_added_one_by_one(opcode: str, kind: str, dtype: Any) -> None:
-    """32 lanes add 0.25 and lane + 1; bf16 rounds to nearest even as it goes."""
+    """32 lanes add 0.25 and lane + 1; bf16 rounds to nearest even after each addition."""
     old = "%r3, " if opcode == "atom" else ""
     body = f"""cvt.rn.f32.u32 %f1, %lane; add.f32 %f1, %f1, 0f3F800000; mov.f32 %f2, 0f3E800000;
     cvt.rn.{kind}x2.f32 %r1, %f1, %f2;

@@ -10,7 +10,7 @@ from conformance.vm.kernel import TWENTY, Kernel, assert_clean, wait
 
 
 def test_128_bits_are_swapped_at_once() -> None:
-    """Every lane gets what another left: nothing is lost, nothing is torn."""
+    """Every lane gets the value that another left: nothing is lost or torn."""
     body = """.reg .b128 %q<2>; cvt.u64.u32 %rd1, %tx; not.b64 %rd2, %rd1; mov.b128 %q0, {%rd1, %rd2};
 atom.global.exch.b128 %q1, [%x], %q0; mov.b128 {%rd3, %rd4}, %q1;
 mul.wide.u32 %rd5, %tx, 16; add.u64 %out, %out, %rd5; st.global.v2.b64 [%out], {%rd3, %rd4}; ret;"""
@@ -111,7 +111,7 @@ def test_a_region_is_zeroed_no_further() -> None:
 
 
 def test_one_memory_is_reduced_stored_and_read() -> None:
-    """On one device a multimem access is the plain one."""
+    """On one device a multimem access behaves like an ordinary one."""
     body = """setp.ne.u32 %p1, %tx, 0;
 multimem.red.relaxed.gpu.global.add.u32 [%x], 2; bar.warp.sync -1; @%p1 bra END;
 multimem.ld_reduce.relaxed.gpu.global.add.u32 %r1, [%x]; multimem.st.relaxed.gpu.global.u32 [%x+4], %r1;

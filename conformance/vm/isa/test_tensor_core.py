@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, type, int]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of an operand, [M or N, K], in shared memory; sbo and lbo in bytes."""
+    """The layout of an operand [M or N, K] in shared memory; sbo and lbo in bytes."""
 
     major: str
     swizzle: str
@@ -118,7 +118,7 @@ class Product:
     d: str = "%r40"
 
     def kernel(self) -> Kernel:
-        """Operands from global memory into shared (or tensor) memory, the mma, and a dump of tensor memory."""
+        """Copies the operands from global into shared (or tensor) memory, runs the mma, and dumps tensor memory."""
         x = np.concatenate([self.a_layout.image(self.a, self.a_start), self.b_layout.image(self.b, self.b_start)])
         action = f"""mov.u32 %r1, image;
         shl.b32 %r2, %tx, 4; add.u32 %r3, %r1, %r2; cvt.u64.u32 %rd1, %r2; add.u64 %rd1, %rd1, %x;
@@ -153,7 +153,7 @@ class Product:
         return rows
 
     def store_a(self) -> str:
-        """Lane t of the words goes to lane t, columns 256 and up."""
+        """Stores word row t in lane t, columns 256 and up."""
         names = "{" + ", ".join(f"%r{index}" for index in range(20, 28)) + "}"
         return f"""mul.wide.u32 %rd2, %tx, 32; add.u64 %rd2, %rd2, %words; ld.global.v8.b32 {names}, [%rd2];
         tcgen05.st.sync.aligned.32x32b.x8.b32 [%r44+256], {names}; tcgen05.wait::st.sync.aligned;"""
@@ -166,7 +166,7 @@ class Product:
         kept: tuple[int, ...] = (),
         half: bool = False,
     ) -> Array:
-        """Tensor memory afterwards: D as float32 (or float16 in the low half), everything else as before."""
+        """Tensor memory afterwards: D as float32 (or float16 in the low half), everything else unchanged."""
         cells = CELLS.copy()
         if self.from_tmem:
             cells[:, 256:264] = self.a_words()
@@ -185,7 +185,7 @@ class Product:
 
 
 def lane_of(row: int, m: int) -> int:
-    """Layouts D and F: M = 128 takes the lanes in order, M = 64 the first 16 of each 32."""
+    """Layouts D and F: M = 128 uses the lanes in order, M = 64 the first 16 of each 32."""
     return row if m == 128 else row % 16 + 32 * (row // 16)
 
 
@@ -268,7 +268,7 @@ def before(m: int, n: int) -> Array:
 
 @pytest.mark.parametrize(("tail", "factor"), [("", 1.0), (", 0", 1.0), (", 3", 2.0**-3), (", 15", 2.0**-15)])
 def test_accumulation_and_its_scale(tail: str, factor: float) -> None:
-    """D = A B^T + D 2^-s. The previous D is denormal, so a nonzero product would hide it; A is zero to show it."""
+    """D = A B^T + D 2^-s. The previous D is denormal and a nonzero product would hide it, so A is zero."""
     item = product("f16", 128, 16, accumulate=True, tail=tail)
     zeroed = Product(**{**vars_of(item), "a": np.zeros_like(item.a)})
     expected = zeroed.expected(lambda d: d + np.float32(before(128, 16) * factor).astype(np.float64))
@@ -305,11 +305,11 @@ def test_tf32_transposes_only_in_the_layout_of_32_byte_atoms() -> None:
     assert_blamed(kernel, "instruction-descriptor", "operand B of kind::tf32 is transposed", "32-byte atoms")
 
 
-# A tcgen05.cp into an operand of an earlier mma: the ISA does not order them, the machine does, and counts it.
+# A tcgen05.cp into an operand of an earlier mma: the ISA does not order the two, but the machine does, and counts it.
 
 
 COPY = "tcgen05.cp.cta_group::1.128x256b [%r47], %rd10;"
-"""All of A to tensor memory."""
+"""Copies all of A to tensor memory."""
 FROM_TMEM = MMA.replace("%rd10", "[%r47]")
 SIGNAL = COMMIT.replace("[mbar]", "[other]")
 BETWEEN = {
@@ -348,7 +348,7 @@ def test_a_copy_to_columns_that_no_mma_reads_is_not_counted() -> None:
         )
 
 
-# Explanations in a kernel author's notes that do not hold: docs/notes has each with a program.
+# Wrong explanations in a kernel author's notes: docs/notes has each one with a program.
 
 
 K, B_VALUE = 16, 2.0
@@ -357,7 +357,7 @@ K, B_VALUE = 16, 2.0
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 @pytest.mark.parametrize(("a_row", "seen"), [([1.0] * K, 32.0), ([1.0, 0.0] * (K // 2), 16.0)])
 def test_no_mma_scales_by_a_half(kind: str, a_row: list[float], seen: float) -> None:
-    """Ones times twos over K = 16: 32.0 with two ones a column, the 16.0 of the notes with one and an empty half."""
+    """Ones times twos over K = 16: 32.0 with two ones per column; the notes' 16.0 comes from one and an empty half."""
     dtype = KINDS[kind][1]
     a, b = np.array([a_row] * 128).astype(dtype), np.full((16, K), B_VALUE).astype(dtype)
     item = replace(product(kind, 128, 16, from_tmem=True), a=a, b=b)
@@ -368,7 +368,7 @@ def test_no_mma_scales_by_a_half(kind: str, a_row: list[float], seen: float) -> 
 
 @pytest.mark.parametrize("hd", [128, 256, 512])
 def test_p_takes_the_place_of_s(hd: int) -> None:
-    """The raw-PTX attention has P in tensor memory for every hd, in columns of the S that it came from."""
+    """The raw-PTX attention keeps P in tensor memory for every hd, in columns of the S that it came from."""
     row = Row(f"fmha:hd={hd},t=4,s_k=256", "ptx", "sm_100a", "vm", "eager")
     found = explain(load_specs(None)["fmha"], row)
     assert found.violation is None

@@ -50,7 +50,7 @@ def spelt(instruction: str, shape: str, num: int, pack: str = "") -> tuple[str, 
 
 
 def register_io(instruction: str, count: int, name: str) -> str:
-    """Move the registers of every thread to or from `name`, uint32 [threads, count]."""
+    """Moves the registers of every thread to or from `name`, uint32 [threads, count]."""
     lines = [f"mul.wide.u32 %rd1, %tx, {4 * count}; add.u64 %rd1, %rd1, %{name};"]
     for index in range(count):
         place, register = f"[%rd1+{4 * index}]", f"%v{index}"

@@ -25,7 +25,7 @@ TYPES: dict[str, tuple[str, type, int, int]] = {
 }
 """Kind, NumPy type, code of A and B, code of D."""
 AT = 256
-"""Columns of tensor memory where A or metadata is put."""
+"""First column of tensor memory for A or metadata."""
 
 
 def integers(shape: tuple[int, ...], dtype: type, seed: int) -> Array:
@@ -44,14 +44,14 @@ def operand(image: Image, values: Array) -> str:
 
 
 def into_tensor_memory(image: Image, rows: npt.NDArray[np.uint8], column: int) -> str:
-    """A copy of uint8 [128, 16 or 32] to lane r, columns from `column` on."""
+    """A copy of uint8 [128, 16 or 32] to tensor memory, row r to lane r, from `column` on."""
     at, width = image.add(core_matrices(rows)), rows.shape[1]
     shape = {16: "128x128b", 32: "128x256b"}[width]
     return f"tcgen05.cp.cta_group::1.{shape} [TM{column}], {descriptor(at, width)};"
 
 
 def issue(*lines: str) -> str:
-    """Instructions with `[TMcolumn]` for an address in tensor memory."""
+    """Instructions with `[TMcolumn]` as an address in tensor memory."""
     text = "\n".join(lines)
     for column in (0, AT, AT + 32, AT + 64, AT + 68):
         text = text.replace(f"[TM{column}]", f"[%w{column % 31}]")
@@ -60,12 +60,12 @@ def issue(*lines: str) -> str:
 
 
 def columns(m: int, n: int) -> int:
-    """Columns of tensor memory that D fills."""
+    """Columns of tensor memory that D occupies."""
     return n * m // 128
 
 
 def found_in(words: npt.NDArray[np.uint32], m: int, n: int, name: str) -> npt.NDArray[np.float64]:
-    """D [m, n] of layouts D, E and G (PTX ISA 9.7.16.10.5): columns go on in the next `m` lanes."""
+    """D [m, n] of layouts D, E and G (PTX ISA 9.7.16.10.5): columns continue in the next `m` lanes."""
     shares = 128 // m
     d = words[0][:, : n // shares].reshape(shares, m, n // shares).transpose(1, 0, 2).reshape(m, n)
     return np.ascontiguousarray(d).view(np.int32 if name == "s8" else np.float32).astype(np.float64)
@@ -105,7 +105,7 @@ def test_each_share_of_the_columns_has_its_own_a(m: int) -> None:
 def mask_word(
     starts: tuple[int, ...], firsts: tuple[int, ...], skip: int, use: int, shift: int = 0, nonzero: int = 1
 ) -> int:
-    """A zero-column mask descriptor; starts and firsts as the ISA prints them, sub-mask 0 last."""
+    """A zero-column mask descriptor, with starts and firsts in the ISA's order, sub-mask 0 last."""
     word = nonzero << 39 | skip << 40 | use << 48 | shift << 56
     for i, (start, first) in enumerate(zip(reversed(starts), reversed(firsts), strict=True)):
         word |= start << 8 * i | first << 32 + i
@@ -123,7 +123,7 @@ ISA_EXAMPLES = [
 
 @pytest.mark.parametrize(("word", "m", "masks"), ISA_EXAMPLES)
 def test_the_masks_of_the_isa(word: int, m: int, masks: list[str]) -> None:
-    """The four examples of PTX ISA 9.7.16.4.3; the lowest column is on the right."""
+    """The four examples of PTX ISA 9.7.16.4.3, with the lowest column on the right."""
     n = 128
     zero = decode_zero_columns(word, m, n, 8).zero
     width = n // len(masks)
@@ -171,9 +171,9 @@ def sparse_operand(name: str, rows: int, k: int, seed: int) -> tuple[Array, npt.
 
 
 def metadata_rows(codes: npt.NDArray[np.uint8], bits: int, selector: int = 0) -> npt.NDArray[np.uint8]:
-    """Lanes of 16 bytes that hold the codes of 128 rows, as CUTLASS's tmem_e_frg lays them out.
+    """Lanes of 16 bytes that hold the codes of 128 rows, in the layout of CUTLASS's tmem_e_frg.
 
-    Types of 8 bits: row r in lane r. Others: rows r and r + 8 in both lanes of a pair that lies 8 apart.
+    8-bit types: row r in lane r. Others: rows r and r + 8 in both lanes of a pair of lanes 8 apart.
     """
     words = np.zeros((128, 4), np.uint64)
     for row, chunk in np.ndindex(*codes.shape):
@@ -190,7 +190,7 @@ def sparse_run(
     name: str, *, selector: int = 0, from_tmem: bool = False, codes: npt.NDArray[np.uint8] | None = None,
     schedule: str = "eager", ws: str = "",
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:  # fmt: skip
-    """D of one sparse mma of M = 128, N = 64, and what it should be."""
+    """D of one sparse mma of M = 128, N = 64, and its expected value."""
     kind, dtype, _, _ = TYPES[name]
     bits = np.dtype(dtype).itemsize * 8
     k, n, image = 512 // bits, 64, Image()
@@ -235,7 +235,7 @@ def test_metadata_that_names_one_element_twice(code: int) -> None:
 
 
 def test_metadata_that_nobody_wrote_leaves_nothing_defined() -> None:
-    """D depends on it row by row, and is stored as the result."""
+    """D depends on the metadata row by row, and is stored as the result."""
     image = Image()
     a, b = integers((128, 16), np.float16, 1), integers((64, 32), np.float16, 2)
     mma = (f"tcgen05.mma.sp.cta_group::1.kind::f16 [TM0], {operand(image, a)}, {operand(image, b)}, [TM{AT + 32}], "

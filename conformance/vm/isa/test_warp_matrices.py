@@ -1,6 +1,6 @@
-"""wmma, mma.sp, the mma.sync of FP6, FP4 and block scales against NumPy; matrices of bytes to and from shared memory.
+"""wmma, mma.sp, and mma.sync of FP6, FP4 and block scales against NumPy; byte matrices to and from shared memory.
 
-Small integers make every sum exact. mma.sync of f64, s4 to s8, b1 and m8n8k4 are held to an H200 in silicon/lanewise.
+Small integers make every sum exact. silicon/lanewise compares mma.sync of f64, s4 to s8, b1 and m8n8k4 with an H200.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def fragments(k: int, bits: int) -> tuple[np.ndarray, ...]:
-    """Rows and columns of A and of B in registers [register, lane, element], as PTX ISA 9.7.14.5.10 and .11 say."""
+    """Rows and columns of A and of B in registers [register, lane, element], as in PTX ISA 9.7.14.5.10 and .11."""
     per = 32 // bits
     a = np.indices((4, 32, per))
     rows, columns = a[1] // 4 + 8 * (a[0] % 2), per * (a[1] % 4) + a[2] + 4 * per * (a[0] // 2)
@@ -109,7 +109,8 @@ def test_fp4_in_bytes_times_fp8() -> None:
 
 @pytest.mark.parametrize(("kind", "blocks"), [("mxf4", 2), ("mxf4nvf4", 4)])
 def test_blocks_of_fp4_are_scaled(kind: str, blocks: int) -> None:
-    """Rows l / 4 and l / 4 + 8 have their scales in the pair of lanes that the selector names, columns in one lane."""
+    """The pair of lanes that the selector names has the scales of rows l / 4 and l / 4 + 8; one lane has the
+    columns'."""
     rows, columns, b_rows, b_columns = fragments(64, 4)
     a, b = GENERATOR.integers(0, 8, (16, 64)), GENERATOR.integers(0, 8, (64, 8))
     sfa, sfb = GENERATOR.integers(126, 130, (16, blocks)), GENERATOR.integers(126, 130, (8, blocks))
@@ -158,15 +159,15 @@ STORE = "mul.wide.u32 %rd3, %tx, 16; add.u64 %out, %out, %rd3; st.global.v4.b32 
 
 
 def loaded(instruction: str) -> np.ndarray:
-    """Registers [lane, register, byte] after an ldmatrix of rows of 16 bytes, number i at lane i's address."""
+    """Registers [lane, register, byte] after an ldmatrix of 16-byte rows; lane i has the address of row i."""
     found, _ = Kernel(ROWS + instruction + STORE, {"x": BYTES, "out": np.zeros(512, np.uint8)}).run()
     return found["out"].reshape(32, 4, 4)
 
 
 def test_a_square_of_bytes_arrives_transposed() -> None:
-    """Lane l has column l / 4 of the four rows 4 (l % 4) onwards in one register, column l / 4 + 8 in the next.
+    """Lane l has column l / 4 of the four rows from 4 (l % 4) on in one register, column l / 4 + 8 in the next.
 
-    So CuTeDSL's layout of the atom says, and so NVIDIA's decode attention with 8-bit V computes the right result.
+    CuTeDSL's layout of the atom says so, and NVIDIA's decode attention with 8-bit V relies on it for the right result.
     """
     found = loaded("ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8 {%y0, %y1, %y2, %y3}, [%r2];")
     rows = BYTES.reshape(2, 16, 16)
@@ -188,7 +189,7 @@ def test_four_bit_rows_become_bytes() -> None:
 
 
 def test_what_stmatrix_stores_ldmatrix_loads() -> None:
-    """Two registers of ldmatrix, their bytes paired anew as CUTLASS's SM100_U8x8_LDSM_T does, are those of stmatrix."""
+    """Two registers of ldmatrix, with their bytes paired as in CUTLASS's SM100_U8x8_LDSM_T, equal those of stmatrix."""
     body = (
         ROWS
         + """stmatrix.sync.aligned.m16n8.x2.trans.shared.b8 [%r2], {%y0, %y1}; bar.warp.sync -1;
@@ -222,8 +223,8 @@ ORDERED = (0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110)
 def sparse_words(shape: str, kind: str, bits: int, selector: int, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Registers of A, B and the metadata, and A B.
 
-    The metadata lies as in CUTLASS's layouts of wgmma's (their figures are the same): lane 4 g + s has rows g and g + 8
-    of 16 bits each, or, for types of 8 bits and fewer, one of the rows; the next lanes go on along K.
+    The metadata is laid out as in CUTLASS's layouts for wgmma (the figures are the same): lane 4 g + s has 16 bits of
+    each of rows g and g + 8, or, for types of 8 bits or fewer, of one of the rows; the next lanes continue along K.
     """
     k = int(shape.partition("k")[2])
     draw = np.random.default_rng(seed)
@@ -300,7 +301,7 @@ def test_sparse_products_of_a_warp(shape: str, kind: str, bits: int, spelling: s
 
 
 def test_metadata_in_descending_order() -> None:
-    """0b0110 names the third element and then the second: mma.sp takes it, with ::ordered_metadata it means nothing."""
+    """0b0110 names the third element, then the second. mma.sp accepts it; with ::ordered_metadata it means nothing."""
     words, _ = sparse_words("m16n8k16", "f16", 16, 0, 1)
     words[2] = np.full(32, 0x66666666, np.uint32)
     instruction = "mma.sp{}.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"

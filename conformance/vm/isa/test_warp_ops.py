@@ -35,7 +35,7 @@ def semantics(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
     return (source if valid else lane), valid
 
 
-# c of CuTeDSL's kernels (facts.md 5): idx n,31; up n,0; down n,7171; bfly n,31. The rest are segments of 8 and 16.
+# c in CuTeDSL's kernels (facts.md 5): idx n,31; up n,0; down n,7171; bfly n,31. The others are segments of 8 and 16.
 SHUFFLES = [
     ("idx", 0, 31), ("idx", 5, 31), ("up", 1, 0), ("up", 16, 0), ("down", 1, 7171), ("bfly", 16, 31), ("bfly", 1, 31),
     ("idx", 3, 0x181F), ("up", 2, 0x1800), ("down", 4, 0x181F), ("bfly", 8, 0x181F), ("down", 40, 31), ("idx", 9, 4),
@@ -77,7 +77,7 @@ def test_halves_of_a_diverged_warp_exchange_among_themselves() -> None:
 
 
 def test_lanes_with_masks_of_their_own_form_groups() -> None:
-    """Each group gives its own mask to the same instruction, as tiled cooperative groups do."""
+    """Each group passes its own mask to the same instruction, as tiled cooperative groups do."""
     masks = np.where(LANE < 8, np.uint32(0xFF), np.uint32(0xFFFF_FF00))
     inputs = {"a": LANE, "m": masks, "p": LANE % 2 == 1}
     found = run_ptx(
@@ -95,7 +95,7 @@ def test_lanes_with_masks_of_their_own_form_groups() -> None:
 
 @pytest.mark.parametrize("one", json.loads(MEASURED.read_text())["elect"], ids=lambda one: hex(one["mask"]))
 def test_elect_chooses_as_an_h200_does(one: dict[str, int]) -> None:
-    """The lowest named lane leads, and d is its number in every named lane."""
+    """The lowest named lane leads, and every named lane gets its number as d."""
     mask, leader = one["mask"], one["leader"]
     named = lanes_of(mask)
     inputs = {"in": named, "d": np.full(32, 99, np.uint32), "p": np.zeros(32, np.bool_)}
@@ -154,7 +154,7 @@ def test_signed_reductions() -> None:
 
 
 def test_float_reductions() -> None:
-    """PTX ISA 9.7.13.12: +0 is above -0, NaN is passed over unless .NaN, and is canonical when it is all there is."""
+    """PTX ISA 9.7.13.12: +0 is above -0; NaN is ignored without .NaN, and canonical if there is nothing else."""
     values = np.zeros(32, np.float32)
     values[3], values[9], values[20] = -0.0, np.nan, -4.0
     expected = {

@@ -45,7 +45,7 @@ def vector(name: str, count: int) -> str:
 
 
 def moved(direction: str, buffer: str, name: str, count: int) -> str:
-    """Loads or stores of `count` registers of each thread, the thread's words side by side."""
+    """Loads or stores of `count` registers per thread, with each thread's words contiguous."""
     lines = [f"mul.wide.u32 %mine, %index, {4 * count}; add.s64 %p, %{buffer}, %mine;"]
     for i in range(count):
         pair = f"%{name}{i}, [%p+{4 * i}]" if direction == "ld" else f"[%p+{4 * i}], %{name}{i}"
@@ -66,7 +66,7 @@ def run(
     accumulate: str = "hopper",
     schedule: str = "eager",
 ) -> npt.NDArray[np.uint32]:
-    """Accumulators after `body` with MMA replaced by `mma`, one CTA a case: uint32 [cases, 128, registers]."""
+    """Accumulators after `body` with MMA replaced by `mma`, one CTA per case: uint32 [cases, 128, registers]."""
     cases = len(descriptors)
     buffers = {"image": image, "desc": descriptors, "out": np.zeros((cases, 128, registers), np.uint32), **(more or {})}
     before = ""
@@ -150,7 +150,7 @@ def packed(matrix: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
 
 
 def unswizzled(offset: int) -> int:
-    """The descriptor of such an operand with 32-byte rows, at `offset` in dynamic shared memory."""
+    """The descriptor of an unswizzled operand with 32-byte rows, at `offset` in dynamic shared memory."""
     return (BASE + offset) >> 4 | (128 >> 4) << 16 | (256 >> 4) << 32
 
 
@@ -227,9 +227,9 @@ def test_a_forgotten_wait_or_fence_is_found(rule: str, body: str, schedule: str)
 def test_machine_code_of_what_touches_registers_of_wgmma_finds_the_same(
     monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    """The same sentence of the same line, whether the instructions about it are machine code or not."""
+    """Same message and line, whether or not the surrounding instructions are machine code."""
     said: list[tuple[str, int]] = []
-    # Another text: what is bound of a text stays.
+    # Changed text, because bound code is cached by text.
     for often, text in ((1 << 40, body), (1, f"{body} // again")):
         monkeypatch.setattr(code, "OFTEN", often)
         monkeypatch.setattr(lanes, "WORTH", 0)
@@ -278,7 +278,7 @@ def test_wrong_immediates_are_refused(tail: str) -> None:
 
 
 def test_integer_sums_wrap_or_are_clamped() -> None:
-    """127 * 127 * 32 on top of 2^31 - 1."""
+    """The addend is 127 * 127 * 32, on top of 2^31 - 1."""
     image = np.full(64 * 32 + 8 * 32, 127, np.uint8)
     raw = np.array([[unswizzled(0), unswizzled(64 * 32)]], np.uint64)
     cin = np.full((1, 128, 4), 2**31 - 1, np.uint32)
@@ -296,7 +296,7 @@ Dense = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 
 
 def drawn_metadata(rows: int, k: int, size: int, draw: np.random.Generator) -> tuple[npt.NDArray[np.uint32], Dense]:
-    """The metadata of each thread, and what makes A [rows, k] of its stored elements [rows, k / 2]."""
+    """The metadata of each thread, and a function from stored elements [rows, k / 2] to A [rows, k]."""
     chunk = 2 if size == 4 else 4
     codes = draw.choice([4, 14] if chunk == 2 else [4, 8, 12, 9, 13, 14, 6], (rows, k // chunk))
     words = np.zeros((128, 4), np.uint64)
@@ -353,7 +353,7 @@ def sparse_product(
 @pytest.mark.parametrize("kind", SPARSE)
 @pytest.mark.parametrize("from_registers", [False, True], ids=["smem", "registers"])
 def test_sparse_products_of_a_warpgroup(kind: str, from_registers: bool) -> None:
-    """CUTLASS's layouts of the metadata (ELayout_64x16, 64x32, 64x64): each warp has that of its 16 rows."""
+    """CUTLASS's metadata layouts (ELayout_64x16, 64x32, 64x64): each warp has the metadata of its 16 rows."""
     dtype, _ = SPARSE[kind]
     size = np.dtype(dtype).itemsize
     k, draw = 64 // size, np.random.default_rng(size)
@@ -365,7 +365,7 @@ def test_sparse_products_of_a_warpgroup(kind: str, from_registers: bool) -> None
 
 
 def test_sparse_products_in_the_ring_know_no_infinities() -> None:
-    """Words of B that would be infinities or NaN are elements like others."""
+    """Words of B that would be infinities or NaN are ordinary elements."""
     draw = np.random.default_rng(7)
     stored, b = (draw.integers(0, 1 << 16, (64, columns), np.uint16) for columns in (16, 32))
     b[::3, :4] = [0x7F80, 0xFF80, 0x7FC1, 0xFF81]

@@ -1,4 +1,4 @@
-"""The CTAs of a cluster live on while another one may use their memory: public 2-CTA kernels die on silicon else."""
+"""CTAs of a cluster live while another may use their memory; public 2-CTA kernels crash on silicon otherwise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def kernel(use: str, other: str = "", leave: str = "") -> Kernel:
 
 @pytest.mark.parametrize("name", USES)
 def test_a_cta_that_ends_while_the_other_uses_its_memory(name: str) -> None:
-    """In whatever order the two happen: the access finds an ended CTA, or the end finds an unordered access."""
+    """Found in either order: the access meets an ended CTA, or the exit meets an unordered access."""
     for schedule in SCHEDULES:
         with pytest.raises(Fault) as found:
             kernel(USES[name]).run(schedule)
@@ -56,13 +56,13 @@ def test_a_barrier_of_the_cluster_keeps_it_alive(name: str, leave: str) -> None:
 
 
 def test_a_wait_for_the_last_arrival_keeps_it_alive() -> None:
-    """The producer's tail of CUTLASS: who owns the mbarrier waits for every arrival at it before it ends."""
+    """CUTLASS's producer tail: the CTA that owns the mbarrier waits for every arrival at it before it ends."""
     assert_clean(kernel(USES["an arrival"], wait("mbar", 0)), {})
     assert_clean(kernel(f"{USES['a store']}\n{USES['an arrival']}", wait("mbar", 0)), {})
 
 
 def test_a_wait_of_cta_scope_shows_that_an_arrival_is_over() -> None:
-    """It makes nothing of the other CTA visible, but the phase ends behind the arrival all the same."""
+    """It makes no data of the other CTA visible, but the phase still ends after the arrival."""
     for way in ("acquire.cta", "relaxed.cta"):
         narrow = wait("mbar", 0).replace("try_wait.parity.", f"try_wait.parity.{way}.")
         assert way in narrow, "the wait has a scope"
@@ -94,7 +94,7 @@ cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r2], [%
 
 @pytest.mark.parametrize("schedule", ["late_cta:0", "late_cta:1", "late_warp:0", "late_warp:3"])
 def test_who_comes_late(schedule: str) -> None:
-    """Each CTA, or each warp, draws a ticket: the late one draws the last, whatever else there is to do."""
+    """Each CTA, or each warp, draws a ticket. The late one must draw the last."""
     by_cta = "cta" in schedule
     who, block, grid = ("%cta", 32, 2) if by_cta else ("%warp", 128, 1)
     body = f"""setp.ne.u32 %p1, %lane, 0; @%p1 ret;

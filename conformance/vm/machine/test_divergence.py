@@ -1,4 +1,4 @@
-"""Lanes that part and meet again: the values that one thread at a time would compute (PTX ISA 3.2, 9.5, 9.7.12)."""
+"""Lanes that diverge and reconverge compute what one thread at a time would (PTX ISA 3.2, 9.5, 9.7.12)."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_each_lane_computes_what_a_thread_alone_would(name: str) -> None:
     exits=st.integers(0, 31),
 )
 def test_any_ladder_of_branches(steps: list[tuple[str, int, int]], exits: int) -> None:
-    """Each step is taken by the lanes whose bit pattern it names; lane `exits` leaves in the middle."""
+    """Each step is taken by the lanes in its bit pattern; lane `exits` exits in the middle."""
     text, model = [], np.zeros(64, np.uint64)
     alive = np.ones(64, np.bool_)
     for number, (operation, value, pattern) in enumerate(steps):
@@ -163,7 +163,7 @@ def test_lanes_that_wait_for_what_no_lane_does() -> None:
 
 
 def test_a_long_computation_of_some_lanes_is_no_spin() -> None:
-    """While one lane issues work, the others wait where they meet again: the next instruction wants all of them."""
+    """While one lane keeps issuing, the others wait to reconverge: the next instruction needs all of them."""
     body = """setp.ne.u32 %p1, %lane, 0; @%p1 bra MEET; mov.u32 %r1, 0;
     LOOP: st.global.b32 [%out], %r1; add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 6000; @%p2 bra LOOP;
     MEET: bar.sync 0; ret;"""
@@ -172,7 +172,7 @@ def test_a_long_computation_of_some_lanes_is_no_spin() -> None:
     assert_clean(Kernel(body, {"out": np.zeros(32, np.uint32)}), {"out": expected}, schedules=("eager", "lazy"))
 
 
-# Register files that one warp after another uses.
+# Register files that are used by one warp after another.
 
 
 TYPES = {"p": "pred", "h": "b16", "r": "b32", "l": "b64", "q": "b128"}

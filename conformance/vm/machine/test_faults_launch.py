@@ -1,4 +1,4 @@
-"""Launches that are refused, and dependent launches that touch what they must not yet."""
+"""Launches that are refused, and dependent launches that access memory too early."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_static_shared_memory_counts_as_well() -> None:
 
 
 def test_the_largest_cluster_runs() -> None:
-    """16 CTAs of 1024 threads, copies included: more agents than a smaller stamp could name."""
+    """16 CTAs of 1024 threads, plus their copies: more agents than a narrower stamp could name."""
     body = """.shared .align 16 .b8 buf[16]; .shared .align 8 .b64 bar; mov.u32 %r1, buf; mov.u32 %r2, bar;
     setp.ne.u32 %p1, %tx, 0; @%p1 ret;
     mbarrier.init.shared::cta.b64 [%r2], 1; fence.mbarrier_init.release.cluster;
@@ -130,7 +130,8 @@ def test_an_instruction_that_the_machine_does_not_have(name: str) -> None:
     assert str(kernel.blamed_line) in said, f"line {kernel.blamed_line} is not named: {said}"
 
 
-# Programmatic dependent launch: bytes that no launch may touch before griddepcontrol.wait, and the warps it covers.
+# Programmatic dependent launch: bytes that a launch must not touch before griddepcontrol.wait, and the warps that a
+# wait covers.
 
 
 PAIR = "mul.wide.u32 %rd1, %tx, 4; add.u64 %rd2, %a, %rd1; add.u64 %rd3, %b, %rd1;\n"
@@ -143,7 +144,7 @@ THREADS = 64
 
 
 def second(body: str, sequence: tuple[tuple[str, bool], ...] = DEPENDENT, middle: str = "ret;") -> Kernel:
-    """`body` as the launch after FIRST, in one CTA of two warps; `c` is its own."""
+    """`body` as the launch after FIRST, in one CTA of two warps; `c` is its own buffer."""
     buffers = {name: np.zeros(THREADS, np.uint32) for name in "abc"}
     body = f"{PAIR}add.u64 %rd4, %c, %rd1;\n{body}\nret;"
     others = {"first": FIRST, "middle": PAIR + middle}
@@ -176,7 +177,7 @@ def test_a_launch_without_the_attribute_starts_after_everything(name: str) -> No
 
 
 def test_what_the_launch_before_does_not_touch_is_free() -> None:
-    """A launch may read what the one before only read, and write its own buffers, without a wait."""
+    """Without a wait a launch may read what the previous one only read, and write its own buffers."""
     body = "ld.global.b32 %r1, [%rd3]; add.u32 %r1, %r1, 5; st.global.b32 [%rd4], %r1;"
     assert_clean(second(body), {"c": np.full(THREADS, 5, np.uint32)})
 
@@ -208,13 +209,13 @@ LOADED = """SLEEPER: mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r20], 0; @!
 
 
 def copied(before: str) -> Kernel:
-    """Warp 1 copies to shared memory, after it has waited or not; warp 0 waits for the copy and then reads `a`."""
+    """Warp 1 copies to shared memory, with or without waiting first; warp 0 waits for the copy and then reads `a`."""
     copy = "@%p2 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r21], [%c], 16, [%r20];"
     return second(f"{MBARRIER}{before}{copy}\n{LOADED}@%p1 {READ} //!")
 
 
 def test_a_copy_carries_the_wait_before_its_issue() -> None:
-    """Only the load warp of a kernel waits: a warp that has seen the data comes after the wait."""
+    """Only a kernel's load warp waits: a warp that has seen the copied data is ordered after that wait."""
     assert_clean(copied("griddepcontrol.wait; "), {})
 
 

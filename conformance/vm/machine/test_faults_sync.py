@@ -60,7 +60,7 @@ def test_an_mbarrier_askew() -> None:
 
 
 def test_an_init_that_nothing_orders_before_its_use() -> None:
-    """Warp 1 arrives certainly after warp 0 has initialised, but not in the order of the memory model."""
+    """Warp 1 certainly arrives after warp 0 has initialised, but the memory model does not order the two."""
     body = f"""{ONE}{INIT}
     setp.eq.u32 %p2, %warp, 0; @%p2 st.relaxed.gpu.global.u32 [%out], 1;
     @%p2 bra END;
@@ -222,7 +222,7 @@ LOOP: bar.sync 0;
 bar.sync 0;
 ld.shared.u32 %r2, [got]; setp.ne.u32 %p2, %r2, 7;
 @%p2 bra LOOP;"""
-"""One thread tries for a lock, and all of a CTA learn through shared memory whether it has it: 7 is a free lock."""
+"""One thread tries for a lock, and the whole CTA learns through shared memory whether it got it. 7 means free."""
 SPINS = {
     "an empty loop": ("LOOP: bra LOOP;", "spins at PTX line"),
     "a flag that nobody sets": (POLL, "`ld.relaxed.gpu.global.u32 %r1, [%out];`", "%r1 = 0", "%out = 0x7f4000000000"),
@@ -269,8 +269,9 @@ def test_an_endless_kernel_that_changes_something_ends_with_its_budget(name: str
 
 @pytest.mark.parametrize("name", SPINS)
 def test_a_spin_that_nothing_ends_is_found_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In thousands of blocks, not by a budget of millions: with the warp, its PTX lines and the values it reads."""
-    # A tenth of it: the next test has a kernel wait for a clock, under the patience of every launch.
+    """Found after thousands of blocks, not by a budget of millions. The report names the warp, its PTX lines and the
+    values it reads."""
+    # A tenth of the default: the next test has a kernel wait for a clock for less than the patience of a real launch.
     monkeypatch.setattr("backends.vm.machine.spinning.CLOCK_PATIENCE", 20_000)
     body, *clauses = SPINS[name]
     kernel = Kernel(
@@ -286,7 +287,7 @@ def test_a_spin_that_nothing_ends_is_found_at_once(name: str, monkeypatch: pytes
 
 
 def test_warps_that_go_round_together_and_get_somewhere_do_not_spin() -> None:
-    """They count in shared memory, or in a register, or another CTA opens the lock that they wait for."""
+    """They count in shared memory or in a register, or another CTA opens the lock that they wait for."""
     in_shared = """.shared .align 4 .b32 got; setp.eq.u32 %p1, %tx, 0; @%p1 st.shared.u32 [got], 0;
 LOOP: bar.sync 0;
 @%p1 ld.shared.u32 %r1, [got]; @%p1 add.u32 %r1, %r1, 1; @%p1 st.shared.u32 [got], %r1; mov.u32 %r1, 0;
@@ -304,7 +305,7 @@ ld.shared.u32 %r2, [got]; setp.lt.u32 %p2, %r2, 2000;
 
 
 def test_a_long_computation_is_no_spin() -> None:
-    """Nothing happens in the machine for tens of thousands of blocks, but a register counts, or a clock is awaited."""
+    """For tens of thousands of blocks no memory changes, but a register counts, or the kernel waits for a clock."""
     count = "mov.u32 %r1, 0;\nLOOP: add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 20000;\n@%p1 bra LOOP;"
     clock = (
         "mov.u64 %rd1, %clock64;\nLOOP: mov.u64 %rd2, %clock64; sub.u64 %rd2, %rd2, %rd1;\n"
@@ -316,7 +317,7 @@ def test_a_long_computation_is_no_spin() -> None:
 
 
 def resized(*sizes: str, directives: str = ".maxnreg 64") -> Kernel:
-    """Each of the 8 warps executes the setmaxnreg instructions of its own line."""
+    """Each of the 8 warps executes its own entry of `sizes`, a line of setmaxnreg instructions."""
     tests = [f"setp.eq.u32 %p1, %warp, {warp}; @%p1 bra W{warp};" for warp in range(len(sizes))]
     parts = [f"W{warp}:\n{text}\nret;" for warp, text in enumerate(sizes)]
     return Kernel("\n".join([*tests, "ret;", *parts]), block=(256, 1, 1), directives=directives)
@@ -327,7 +328,7 @@ DEC, INC, TOO_MUCH = (f"setmaxnreg.{way}.sync.aligned.u32 {count};" for way, cou
 
 
 def test_registers_that_one_warpgroup_gives_to_the_other() -> None:
-    """Of 64 a thread, one warpgroup keeps 24; the other one may have 104. It waits until they are there."""
+    """Of 64 registers per thread, one warpgroup keeps 24, so the other may have 104. It waits until they are free."""
     assert_clean(resized(*[INC] * 4, *[DEC] * 4), {})
     assert_clean(resized(*[INC] * 4, *[DEC] * 4, directives=".reqntid 256 .minnctapersm 4"), {})
     assert_clean(resized(*[TOO_MUCH] * 8, directives=""), {})
@@ -354,13 +355,13 @@ def test_a_register_pool_that_cannot_give(directives: str) -> None:
     ],
 )
 def test_more_registers_than_the_launch_has(asked: str, directives: str, clause: str) -> None:
-    """Two warpgroups of 64 registers a thread: no schedule lets one have more than 128, and .dec never gives any."""
+    """Two warpgroups of 64 registers per thread: no schedule lets one have more than 128, and .dec adds none."""
     kernel = Kernel(f"setmaxnreg.{asked}; //!\nret;", block=(256, 1, 1), directives=directives)
     assert_blamed(kernel, "register-pool", clause)
 
 
 def test_as_many_registers_as_the_launch_has() -> None:
-    """`.dec` to what a warp holds, `.inc` to what it holds: neither asks for anything."""
+    """`.dec` or `.inc` to the current count changes nothing."""
     for way in ("dec", "inc"):
         assert_clean(resized(*[f"setmaxnreg.{way}.sync.aligned.u32 64;"] * 8), {}, EVERY_SCHEDULE)
 

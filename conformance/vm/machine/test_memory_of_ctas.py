@@ -1,7 +1,7 @@
-"""What has ended is free at once: CTAs and machines are in no cycles, which only a search by Python's collector ends.
+"""Memory is freed as soon as its owner ends: CTAs and machines are in no reference cycles that need Python's collector.
 
-A CTA has up to 228 KiB of shared memory and 256 KiB of tensor memory, each with the clocks of its granules. The cycles
-of a run were a hundred MiB that stayed until a search, and each such search took tenths of a second.
+A CTA has up to 228 KiB of shared memory and 256 KiB of tensor memory, each with the clocks of its granules. In cycles,
+a run kept a hundred MiB alive until a collection, and each such collection took tenths of a second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KERNELS = {
 
 
 def alive() -> dict[str, int]:
-    """How many parts of machines there are, by class."""
+    """The number of live machine parts, by class."""
     there = gc.get_objects()
     return {part.__name__: sum(type(one) is part for one in there) for part in PARTS}
 

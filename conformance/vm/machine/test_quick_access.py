@@ -1,4 +1,4 @@
-"""Loads and stores as machine code do what NumPy's do: memory, counters and findings, in programs drawn at random."""
+"""Loads and stores in machine code do what NumPy's do: same memory, counters and findings in random programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PROGRAMS = range(12)
 
 
 def _kernel(seed: int, mark: str) -> Kernel:
-    """Warps that load and store where they like, mostly in order and in bounds, between barriers; `mark`: a comment."""
+    """Warps that load and store at random, mostly ordered and in bounds, between barriers. `mark`: a comment."""
     draw = Random(seed)
     threads = 64 - draw.choice([0, 19])
     lines = [".shared .align 16 .b8 s[4096];", "mov.u32 %r0, s; cvta.shared.u64 %rd1, s;", "mul.lo.u32 %r9, %tx, 77;"]
@@ -56,7 +56,7 @@ def _kernel(seed: int, mark: str) -> Kernel:
         names = [f"%rd{8 + i}" if _TYPES[kind] == 8 else f"%r{10 + i}" for i in range(count)]
         vector = f".v{count}" if count > 1 else ""
         if draw.random() < 0.2 and _TYPES[kind] == (4 if space == "shared" else 8):
-            # A load may put its data where its address was.
+            # A load may overwrite its own address register.
             names[0] = _SPACES[space]
         registers = f"{{{', '.join(names)}}}" if count > 1 else names[0]
         place = f"[{_SPACES[space]} + {offset}]"
@@ -73,7 +73,7 @@ def _kernel(seed: int, mark: str) -> Kernel:
 
 
 def _rows_of_matrices(draw: Random) -> str:
-    """An ldmatrix of rows that lie in order, or all in one place, of addresses in either space."""
+    """An ldmatrix with rows in order, or all in one place, and addresses in either space."""
     count, turned, stride = draw.choice([1, 2, 4]), draw.choice(["", ".trans"]), draw.choice([16, 16, 16, 32, 0])
     spelt, base = draw.choice([(".shared", "%r1"), ("", "%rd3")])
     registers = ", ".join(f"%r{10 + i}" for i in range(count))
@@ -83,7 +83,7 @@ def _rows_of_matrices(draw: Random) -> str:
 
 
 def _outcome(kernel: Kernel) -> tuple[object, ...]:
-    """All that can be seen of a run that goes on after what it can."""
+    """Everything observable of a run that continues after findings where it can."""
     machine = Machine("random:1")
     machine.findings = found = Findings()
     memory, ended = {}, ""
@@ -96,7 +96,7 @@ def _outcome(kernel: Kernel) -> tuple[object, ...]:
 
 
 def _answers(patch: pytest.MonkeyPatch) -> list[int]:
-    """The answers of the machine code from now on; it is used from the first access on."""
+    """Collects the answers of the machine code from now on, and uses it from the first access."""
     answers = list[int]()
     perform: Callable[[QuickAccess, Any], int] = QuickAccess.perform
 
@@ -110,7 +110,7 @@ def _answers(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _both(seed: int, mark: str = "") -> list[int]:
-    """Run a program both ways and compare. The answers of the machine code. What is bound of a text stays."""
+    """Runs a program both ways and compares. Returns the answers of the machine code. Bound code is cached by text."""
     return _compared(lambda: _kernel(seed, mark), f"program {seed}")
 
 
@@ -127,7 +127,7 @@ def _compared(make: Callable[[], Kernel], which: str) -> list[int]:
 
 
 def test_machine_code_does_as_numpy_does() -> None:
-    """The same memory, counters and findings; the programs reach what machine code does and what it refuses."""
+    """Same memory, counters and findings. The programs reach both what machine code does and what it refuses."""
     answers = [answer for seed in _PROGRAMS for answer in _both(seed)]
     done = [answer for answer in answers if answer != NO]
     assert 400 < len(done) < len(answers), f"{len(done)} of {len(answers)} accesses by machine code"
@@ -139,8 +139,8 @@ def test_machine_code_does_as_numpy_does() -> None:
 
 
 def _both_in_runs(seed: int, often: int = 1) -> int:
-    """Run a program by NumPy and, where a block executes for the time `often`, in runs. How many accesses were asked of
-    Python."""
+    """Runs a program with NumPy, and again in runs of machine code once a block has executed `often` times. Returns how
+    many accesses still went through Python."""
     load.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(QuickAccess, "perform", lambda self, warp: NO)
@@ -179,7 +179,7 @@ LOOP: {body} add.u32 %r0, %r0, 1; setp.lt.u32 %p, %r0, 40; @%p bra LOOP; ret; }}
 
 
 def _relay(wait: str) -> str:
-    """What is found where the second of two overlapping launches reads what the first has stored; `wait`: before."""
+    """The findings when the second of two overlapping launches, after `wait`, reads what the first stores."""
     first = _RELAY.format(name="first", wait="", body="st.global.u32 [%x], 7;")
     second = _RELAY.format(name="second", wait=wait, body="ld.global.u32 %r2, [%x];")
     module = LoadedModule(parse(f".version 8.8\n.target sm_90a\n.address_size 64\n{first}{second}"))
@@ -217,7 +217,7 @@ def _nothing(*arguments: object) -> None:
 def test_machine_code_that_does_not_look_is_found_out(
     monkeypatch: pytest.MonkeyPatch, method: str, broken: object
 ) -> None:
-    """One look less, and some program tells."""
+    """With any one check removed, some program's result differs."""
     monkeypatch.setattr(compiled_access._Access, method, broken)  # pyright: ignore[reportPrivateUsage]
     codes = quick_access._codes  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(quick_access, "_codes", cache(codes.__wrapped__))
@@ -230,7 +230,7 @@ def test_machine_code_that_does_not_look_is_found_out(
 
 
 def _told() -> Kernel:
-    """One lane acquires that another warp has stored, and all lanes read it."""
+    """One lane acquires what another warp has stored, and all lanes read it."""
     body = """mul.wide.u32 %rd1, %lane, 4; add.u64 %rd1, %rd1, %x; setp.ne.u32 %p0, %lane, 0; setp.ne.u32 %p2, %warp, 0;
     @%p2 bra READER; st.global.u32 [%rd1], %lane; bar.warp.sync -1; @%p0 bra END; st.release.gpu.global.u32 [%flag], 1;
     bra END;
@@ -248,7 +248,7 @@ def test_machine_code_where_a_lane_knows_less_than_its_warp_is_found_out(monkeyp
 
 
 def test_rows_of_matrices_in_wrong_places_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ldmatrix that takes its halves from the wrong lanes, and some program tells."""
+    """If ldmatrix takes its halves from the wrong lanes, some program's result differs."""
     known = warp_mma._halves_in_scratch  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(warp_mma, "_halves_in_scratch", lambda count, turned: known(count, not turned))
     with pytest.raises(AssertionError, match="with machine code"):
@@ -256,7 +256,7 @@ def test_rows_of_matrices_in_wrong_places_are_found_out(monkeypatch: pytest.Monk
 
 
 def _rows_of(first: int) -> Kernel:
-    """Each lane stores a row of 16 bytes, which an ldmatrix loads: the bits are those of `first`, first + 1 and on."""
+    """Each lane stores a row of 16 bytes, which an ldmatrix loads: the bits of `first`, `first` + 1, and so on."""
     body = f""".shared .align 16 .b8 s[512]; mov.u32 %r0, s; mad.lo.u32 %r0, %tx, 16, %r0; add.u32 %r1, %tx, {first};
     st.shared.v4.b32 [%r0], {{%r1, %r1, %r1, %r1}}; bar.warp.sync -1;
     ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r2, %r3, %r4, %r5}}, [%r0];
@@ -265,7 +265,7 @@ def _rows_of(first: int) -> Kernel:
 
 
 def test_machines_of_two_threads_do_not_mix_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python may turn to another thread's machine behind any machine code, here behind that of an ldmatrix."""
+    """Python may switch to another thread's machine after any machine code, here after that of an ldmatrix."""
     mine, other = _rows_of(100), _rows_of(9000)
     wanted, perform, answers = mine.run()[0]["out"], QuickAccess.perform, list[int]()
 

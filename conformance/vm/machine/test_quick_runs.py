@@ -1,4 +1,4 @@
-"""Blocks that run often, with machine code in place: kernels do the same, and faults keep their lines."""
+"""With machine code for blocks that run often, kernels do the same, and faults keep their lines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ shfl.sync.bfly.b32 %r6, %r9, 3, 31, -1; mad.lo.u32 %r9, %r9, 3, %r6;
 setp.eq.u32 %p0, %r3, 99; selp.u32 %r7, %r8, %r9, %p0; shfl.sync.bfly.b32 %r7, %r7, 1, 31, -1;
 add.u32 %r9, %r9, %r7; setp.lt.u32 %p1, %r3, 20; @%p1 bra AGAIN;
 mul.wide.u32 %rd1, %tx, 4; add.u64 %rd1, %rd0, %rd1; st.global.u32 [%rd1], %r9; ret;"""
-"""Steps of lanes and limits of all kinds, and %r8, which is undefined and does not matter."""
+"""Lane steps and limits of all kinds, and %r8, which is undefined but does not matter."""
 _ABSENT = """mov.u32 %r3, 0;
 AGAIN: add.u32 %r3, %r3, 1; setp.eq.u32 %p0, %r3, 5; selp.u32 %r4, 0x7fffffff, -1, %p0; add.u32 %r5, %r3, %lane;
 shfl.sync.bfly.b32 %r6, %r5, 1, 31, %r4; //!
@@ -52,7 +52,7 @@ add.u32 %r5, %r6, 1; bra AGAIN;"""
 
 
 def _at_once(patch: pytest.MonkeyPatch) -> None:
-    """Machine code from the first execution on."""
+    """Uses machine code from the first execution on."""
     patch.setattr(code, "OFTEN", 1)
     patch.setattr(lanes, "WORTH", 0)
 
@@ -63,14 +63,14 @@ def _at_once(patch: pytest.MonkeyPatch) -> None:
     ids=["lanes diverge", "a register is undefined", "lanes exchange"],
 )
 def test_a_kernel_does_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch, body: str, threads: int) -> None:
-    """Memory and counters, also of a warp of which some lanes do not exist."""
+    """Same memory and counters, including in a warp where some lanes do not exist."""
     kernel = Kernel(body, {"x": np.zeros(64, np.uint32)}, block=(threads, 1, 1))
     monkeypatch.setattr(code, "OFTEN", 1 << 40)
     plain, plain_counters = kernel.run()
     _at_once(monkeypatch)
     performed = list[int]()
     monkeypatch.setattr(lanes, "_perform", _noting(performed, lanes._perform))  # pyright: ignore[reportPrivateUsage]
-    # Another text: what is bound of a text stays.
+    # Changed text, because bound code is cached by text.
     quick, quick_counters = replace(kernel, body=f"{body} // again").run()
     assert performed, "no machine code ran"
     assert (plain["x"] == quick["x"]).all(), f"{quick['x'].tolist()} instead of {plain['x'].tolist()}"
@@ -91,13 +91,13 @@ def test_a_fault_behind_machine_code_has_its_line(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_fault_of_what_machine_code_refuses_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of a run, in the fifth round."""
+    """The fault is in the middle of a run, in the fifth iteration."""
     _at_once(monkeypatch)
     assert_blamed(Kernel(_ABSENT, {"x": np.zeros(1, np.uint32)}), "diverged", schedules=("eager",))
 
 
 def test_an_exchange_between_the_wrong_lanes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machine code of a shfl after which each lane has its own value."""
+    """The machine code of a shfl that leaves each lane its own value."""
 
     def own(b: object, cells: Sequence[lanes.Cell], *others: object) -> None:
         for cell, value in zip(cells[:-4], (cells[-4], cells[-1]), strict=False):

@@ -1,4 +1,4 @@
-"""Correct kernels: no schedule finds fault with them and all schedules give the same bits."""
+"""Correct kernels: no schedule finds a fault in them, and all schedules give the same bits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_ring_of_tiles(stages: int, consumers: int) -> None:
 
 
 def test_a_ring_built_on_named_barriers() -> None:
-    """Two buffers; producer and consumer meet at full (1, 2) and empty (3, 4) barriers by arrive and sync."""
+    """Two buffers; producer and consumer synchronise on full (1, 2) and empty (3, 4) barriers with arrive and sync."""
     body = """.shared .align 16 .b8 ring[256];
     mov.u32 %r20, 0; mov.u32 %r7, 0; mov.u32 %r42, ring; shl.b32 %r43, %lane, 2;
     setp.ne.u32 %p1, %warp, 0; @%p1 bra CONSUME;

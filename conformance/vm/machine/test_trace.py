@@ -1,4 +1,4 @@
-"""The recorder: its trace of a kernel whose every step is known. It changes nothing."""
+"""The recorder: its trace of a kernel whose every step is known, and that it changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the asynchronous proxy does as machine code is what NumPy does: every array and every finding, at random."""
+"""Machine code for asynchronous-proxy accesses does what NumPy does: every array and every finding, at random."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINES = 5
 
 
 def _granules(draw: np.random.Generator) -> shared.Granules:
-    """Units of neighbours in any order, some of them ragged, apart or, rarely, outside."""
+    """Adjacent units in any order, some of them ragged, apart or, rarely, out of bounds."""
     units = draw.permutation(_BYTES // 16)[: draw.integers(1, 6)] * 4
     if draw.random() < 0.2:
         units = units + draw.integers(0, 4)
@@ -35,7 +35,7 @@ def _granules(draw: np.random.Generator) -> shared.Granules:
 
 
 def _deed(draw: np.random.Generator, memory: SharedMemory, clocks: list[Clock]) -> Callable[[], object]:
-    """One thing that may happen to `memory`, mostly by somebody who has seen all that was done, or another one has."""
+    """One random access to `memory`, mostly by an agent that has seen all or one other agent's earlier ones."""
     agents, agent = memory.agents, int(draw.integers(len(clocks)))
     clock, line = clocks[agent], int(draw.integers(1, _LINES))
     own = agent if draw.random() < 0.7 else agents.first_copy + agent
@@ -69,7 +69,7 @@ def _deed(draw: np.random.Generator, memory: SharedMemory, clocks: list[Clock]) 
 
 
 def _outcome(seed: int) -> tuple[object, ...]:
-    """All that can be seen of a program of deeds."""
+    """Everything observable of a program of accesses."""
     draw, agents = np.random.default_rng(seed), Agents(1, 1, 4, line=lambda: 7)
     memory, clocks = SharedMemory(agents, 0, _BYTES), [Clock.zero(agents.count) for _ in range(4)]
     told, answers = list[str](), list[object]()
@@ -81,7 +81,7 @@ def _outcome(seed: int) -> tuple[object, ...]:
                 answers.append(f"{error} {getattr(error, 'lane', None)} {getattr(error, 'address', None)}")
     arrays = (memory.in_flight, memory.writer, memory.reader, memory.writer_line, memory.reader_line, memory.defined,
               memory.contested, memory.many_readers)  # fmt: skip
-    # There may be a place for the readings of an agent that has none.
+    # An agent without readings may still have an array of zeros for them.
     kept = {agent: found.tolist() for agent, found in memory.readers.items() if found.any()}
     outcome = answers, told, memory.unfenced_overwrites, kept, *(one.tolist() for one in arrays)
     places = [*memory.readers.values()]
@@ -91,7 +91,7 @@ def _outcome(seed: int) -> tuple[object, ...]:
 
 
 def _both(seed: int) -> list[int]:
-    """Run a program both ways and compare. The answers of the machine code."""
+    """Runs a program both ways and compares. Returns the answers of the machine code."""
     answers = list[int]()
 
     def noted(deed: compiled_granules.Deed) -> Perform:
@@ -112,7 +112,7 @@ def _both(seed: int) -> list[int]:
 
 
 def test_machine_code_does_as_numpy_does() -> None:
-    """Arrays and findings are the same; programs reach what the machine code does, and what it refuses."""
+    """Arrays and findings are the same. The programs reach both what the machine code does and what it refuses."""
     answers = [answer for seed in _PROGRAMS for answer in _both(seed)]
     assert {0, 1, NO} == {max(one, NO) for one in answers}, f"machine code has answered {sorted(set(answers))} only"
     assert min(answers) <= NO_ROOM, "no deed has lacked a place for readings"
@@ -142,7 +142,7 @@ def _nothing(*arguments: object) -> None:
 def test_machine_code_that_does_not_look_is_found_out(
     monkeypatch: pytest.MonkeyPatch, method: str, broken: object
 ) -> None:
-    """One look less, and some program tells."""
+    """With any one check removed, some program's result differs."""
     code = compiled_granules._GranuleAccess  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(code, method, broken)
     compiled_granules.performer.cache_clear()

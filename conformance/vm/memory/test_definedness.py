@@ -1,6 +1,6 @@
-"""Undefined values: they travel with the bytes, silently, and are a fault where they decide something.
+"""Undefined values: they move with the bytes silently, and are a fault where they decide something.
 
-The law of the bits: whatever stands in the undefined bytes of the operands, the defined bytes of a result are the same.
+The law: whatever the undefined bytes of the operands hold, the defined bytes of a result are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from conformance.vm.tensor_kernel import COMMIT, LOAD, MMA, STAGES, STORE, mma_k
 OUT = np.zeros(64, np.uint32)
 SOME = ("eager", "lazy", "random:0")
 PLACE = "mul.wide.u32 %rd8, %tx, 4; add.u64 %rd9, %out, %rd8;"
-"""%rd9 is the thread's word of `out`."""
+"""%rd9 is the address of the thread's word of `out`."""
 
 
 def kernel(body: str, declare: str = "", **options: object) -> Kernel:
@@ -108,7 +108,7 @@ DECIDED = {
     "a sign": "slct.b32.s32 %r1, 0, %r2, %tx;",
     "the low word of mad.wide": "mov.b64 %rd1, {0, %r2}; mad.wide.u32 %rd1, %tx, 0, %rd1; cvt.u32.u64 %r1, %rd1;",
 }
-"""Of the undefined %r2, what is 0 all the same."""
+"""Expressions of the undefined %r2 that are 0 whatever it holds."""
 
 
 @pytest.mark.parametrize("name", DECIDED)
@@ -181,7 +181,7 @@ TRAVELS = {
     ),
 }
 RULE_OF = {"through cp.async": "uninitialised-global", "from local memory": "uninitialised-local"}
-"""The rule is that of the place that nobody wrote; the others begin in a register."""
+"""The rule follows the place that was never written; the other cases start in a register."""
 
 
 @pytest.mark.parametrize("name", TRAVELS)
@@ -203,7 +203,7 @@ def test_what_a_discard_emptied() -> None:
 
 
 def test_many_undefined_words_take_no_time() -> None:
-    """A result of 16 MiB that is undefined: the faults of its two stores are found without a look at each word."""
+    """An undefined result of 16 MiB: the faults of its two stores are found without visiting each word."""
     out = Buffer("out", 0, np.zeros(1 << 24, np.uint8))
     out.forget(scratch=False)
     missing = np.ones((1 << 16, 128), np.bool_)
@@ -252,7 +252,7 @@ def test_the_origin_names_where_the_value_came_in_and_where_it_was_stored() -> N
 
 
 def test_a_run_that_collects_goes_on_behind_each_decision() -> None:
-    """One finding for each place that decides, and one for each store of a result; not one for each lane."""
+    """One finding per place that decides and one per store of a result, not one per lane."""
     twice = kernel(
         """setp.eq.u32 %p1, %r2, 77; @%p1 st.global.b32 [%rd9+4], %tx;
         setp.eq.u32 %p1, %r3, 77;
@@ -269,7 +269,7 @@ def test_a_run_that_collects_goes_on_behind_each_decision() -> None:
         assert f"It comes from {name}" in text, said
 
 
-# Tensor memory and its MMA: rows of A make rows of D undefined, rows of B columns, cells added to themselves.
+# Tensor memory and its MMA: undefined rows of A make rows of D undefined, rows of B columns, accumulators their cells.
 
 
 _STORED = STAGES["out"].split("; ")
@@ -277,7 +277,7 @@ ADDRESS, STORE_D = "; ".join(_STORED[:2]) + ";\n", _STORED[2]
 _WRITE = "st.shared.v4.b32 [%r17], {"
 ROW_OF_A = "setp.ne.u32 %p6, %tx, 5;\n" + STAGES["fill"].replace(_WRITE, f"@%p6 {_WRITE}", 1)
 COLUMN_OF_B = STAGES["fill"].replace("%p2, %tx, 32", "%p2, %tx, 24")
-"""Of B, the rows 8 to 15 in the upper half of k are not written: the columns 8 to 15 of D are undefined."""
+"""Rows 8 to 15 of B are not written in the upper half of k, so columns 8 to 15 of D are undefined."""
 KEEP_ROW = f"setp.ne.u32 %p6, %tx, 5;\n@%p6 {STORE_D}"
 
 
@@ -289,12 +289,12 @@ GUARDED = {
     "table": ("TABLE: .branchtargets PAST; mov.u32 %r1, 0; @%p2 brx.idx %r1, TABLE;", [0] * 16 + [1] * 16),
     "wait": ("@%p2 bar.warp.sync 0xffff;", [1] * 32),
 }
-"""What ends a block, under a guard that 16 lanes have and hold, and what is stored behind it."""
+"""An instruction that ends a block, under a guard that is defined and true in 16 lanes, and what is stored after it."""
 
 
 @pytest.mark.parametrize("name", GUARDED)
 def test_a_run_that_collects_goes_where_an_undefined_guard_sends_it(name: str) -> None:
-    """The lanes whose guard is defined do what it says, as those of registers that hold zeros do."""
+    """Lanes with a defined guard obey it; the others behave as if their registers held zeros."""
     instruction, stored = GUARDED[name]
     machine = Machine()
     machine.findings = Findings()
@@ -304,7 +304,7 @@ def test_a_run_that_collects_goes_where_an_undefined_guard_sends_it(name: str) -
 
 
 def test_an_mma_that_is_predicated_off_leaves_cells_that_nobody_needs() -> None:
-    """Triton's attention loads such cells, and takes zeros for them."""
+    """Triton's attention loads such cells and replaces them by zeros."""
     zero = LOAD + "\ntcgen05.wait::ld.sync.aligned; setp.gt.u32 %p7, %tx, 999; selp.b32 %r0, %r0, 0, %p7;"
     changes = {"issue": f"setp.gt.u32 %p8, %tx, 999;\n@%p8 {MMA}\n{COMMIT}", "read": zero}
     assert_clean(mma_kernel(changes), {"out": np.zeros(128)}, SOME)
@@ -346,7 +346,7 @@ wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f0,%f1,%f2,%f3}, %rd1, %rd2,
 wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
 mul.wide.u32 %rd3, %tx, 4; add.u64 %rd3, %rd3, %out; and.b32 %r1, %tx, 124; setp.ne.u32 %p4, %r1, 20;
 """
-"""Row 5 of A is half unwritten. It makes row 5 of D, which threads 20 to 23 hold in %f0 and %f1."""
+"""Row 5 of A is half unwritten. It makes row 5 of D undefined, which threads 20 to 23 hold in %f0 and %f1."""
 
 
 def wgmma_kernel(store: str, scale: int = 0) -> Kernel:
@@ -384,8 +384,8 @@ wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f0,%f1,%f2,%f3}, %rd1, %rd4,
 wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
 mul.wide.u32 %rd3, %tx, 4; add.u64 %rd3, %rd3, %out; and.b32 %r1, %tx, 3;
 """
-"""Half of row 2 of `b` and of row 5 of `c` is unwritten: they make columns 2 and 5 of D, which threads 1 and 2 of each
-four hold in %f0 and %f1. The second wgmma loses what the first one has lost, the third another column."""
+"""Half of row 2 of `b` and of row 5 of `c` is unwritten: columns 2 and 5 of D are undefined, which threads 1 and 2 of
+each quad hold in %f0 and %f1. The second wgmma affects the column that the first did, the third another one."""
 
 
 def test_wgmma_in_a_loop_loses_each_column_of_an_undefined_row_of_b() -> None:
@@ -403,7 +403,7 @@ def test_wgmma_in_a_loop_loses_each_column_of_an_undefined_row_of_b() -> None:
         )
 
 
-# Reductions by the copy engine: what lies under them counts as an operand.
+# Reductions by the copy engine: the destination counts as an operand.
 
 
 REDUCE = "cp.reduce.async.bulk.global.shared::cta.bulk_group"
@@ -425,7 +425,7 @@ REDUCED = {
         f"mov.u32 %r45, bar; {wait('%r45', 0)} ld.shared.b32 %r1, [%r40+256];",
     ),
 }
-"""What thread 0 issues over memory that nobody wrote, and how the threads look at the sum."""
+"""What thread 0 issues on memory that was never written, and how the threads look at the sum."""
 
 
 def reduction(name: str, after: str, stored: str = "%tx", before: str = "") -> Kernel:
@@ -462,7 +462,7 @@ def test_a_box_reduced_into_a_tensor_that_nobody_wrote() -> None:
     assert_blamed(result, "uninitialised-global", "is part of the result", "byte 0 of `out`", schedules=SOME)
 
 
-# The law of the bits.
+# The law of defined bytes.
 
 
 WORDS = [
@@ -506,11 +506,11 @@ WORDS = [
     "mov.b32 %d, %e; setp.lt.u32 %q, %a, %c; @%q mov.b32 %d, 9;", "movmatrix.sync.aligned.m8n8.trans.b16 %d, %a;",
     "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%d,%x,%y,%z}, {%a,%a}, {%c}, {%e,%e,%e,%e};",
 ]  # fmt: skip
-"""What is tried of each: %d from %a, %c, %e and the predicate %p; bits of all four are undefined here and there."""
+"""Instructions under test: %d from %a, %c, %e and the predicate %p, all four with some undefined bits."""
 
 
 def _results(noise: int, seed: int) -> tuple[Array, Array]:
-    """The words that WORDS give in 32 lanes, and the state of their bytes: uint8 [words, 128] each."""
+    """The words that WORDS compute in 32 lanes, and the state of their bytes: uint8 [words, 128] each."""
     draw, hidden = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     values = draw.integers(0, 256, (4, 128), np.uint8)
     values[:, ::4] &= hidden.choice(np.array([0, 3, 31, 255], np.uint8), (4, 32))
@@ -552,7 +552,7 @@ def test_defined_bytes_do_not_depend_on_undefined_ones(seed: int) -> None:
 
 
 def test_the_exact_rules_keep_bytes_defined() -> None:
-    """Of a register whose upper half is undefined, what does not depend on it."""
+    """For a register whose upper half is undefined: results that do not depend on that half."""
     kept = {
         "and.b32 %r1, %r5, 0x0000ffff;": 4, "shl.b32 %r1, %r5, 16;": 4, "bfe.u32 %r1, %r5, 3, 9;": 4,
         "prmt.b32 %r1, %r5, 0, 0x4410;": 4, "add.u32 %r1, %r5, 7;": 2, "mul.lo.u32 %r1, %r5, 3;": 2,

@@ -283,7 +283,7 @@ def test_cp_async_must_be_waited_for_and_fenced() -> None:
 
 
 def test_an_mbarrier_does_not_cover_copies_that_are_signalled_elsewhere() -> None:
-    """The smallest kernel that an epoch shared by all copies would pass: wait for the second copy, read the first."""
+    """The smallest kernel that an epoch shared by all copies would accept: wait for the second copy, read the first."""
     body = f""".shared .align 16 .b8 first[16]; .shared .align 16 .b8 second[16];
     .shared .align 8 .b64 one; .shared .align 8 .b64 two;
     {init("one", "two")}

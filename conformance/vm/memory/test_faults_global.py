@@ -1,4 +1,4 @@
-"""Races in global memory: between clusters, between warps of one CTA, with copies; each blamed by line and agent."""
+"""Races in global memory, between clusters, between warps of one CTA, and with copies, with line and agent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ RELAXED, ORDERED = "atom.relaxed.gpu.global.add.u32", "atom.acq_rel.gpu.global.a
 
 
 def combine(ticket: str, published: str, seen: str, read: str = READ, write: str = WRITE) -> Kernel:
-    """COMBINE with its holes filled. The ticket of lane 0 is what both barriers stand around."""
+    """COMBINE with its placeholders filled. Both barriers surround lane 0's ticket."""
     body = COMBINE.replace("TICKET", ticket).replace("PUBLISHED", published).replace("SEEN", seen)
     buffers = {
         "part": np.zeros((2, THREADS), np.uint32),
@@ -105,7 +105,7 @@ def two_ctas(body: str, element: type[np.generic] = np.uint32, launches: int = 1
 
 
 def test_two_ctas_write_the_same_bytes() -> None:
-    """Of one value nobody can tell which CTA wrote it (PTX ISA 8.7.2); of two anybody can."""
+    """If both write the same value, the writer cannot be observed (PTX ISA 8.7.2). If the values differ, it can."""
     assert_clean(two_ctas("st.global.b32 [%out], 7; ret;"), {"out": np.array([7] + [0] * 63, np.uint32)})
     kernel = two_ctas("st.global.b32 [%out], %cta; //!")
     assert_blamed(kernel, "global-race", "byte 0 of `out` is overwritten", "warp 0 of CTA (", "wrote it at PTX line")
@@ -118,7 +118,7 @@ def test_neighbours_do_not_race(element: type[np.generic], type_: str) -> None:
 
 
 def test_what_neighbours_wrote_in_small_pieces_is_told_apart() -> None:
-    """The other CTA writes a byte inside of a word written before as a whole: it is found."""
+    """The other CTA writes one byte of a word that was written as a whole; the race is found."""
     body = """mov.b16 %h1, 5; setp.eq.u32 %p1, %cta, 0; @%p1 st.global.b32 [%out+4], 9; @%p1 bra END;
     st.global.b8 [%out+3], %h1; st.global.b8 [%out+8], %h1; st.global.b8 [%out+6], %h1;
     END: ret;"""
@@ -178,7 +178,7 @@ def test_two_warps_of_one_cta(between: str) -> None:
 
 @pytest.mark.parametrize("wait", ["cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;"])
 def test_reading_back_what_a_copy_has_written(wait: str) -> None:
-    """With .read a wait says that the source has been read, not that the destination has been written."""
+    """A wait with .read says that the source has been read, not that the destination has been written."""
     body = f""".shared .align 16 .b8 s[16]; setp.ne.u32 %p1, %tx, 0; @%p1 bra END;
     mov.u32 %r1, s; st.shared.b32 [%r1], 7; st.shared.b32 [%r1+4], 7; st.shared.b32 [%r1+8], 7;
     st.shared.b32 [%r1+12], 7; fence.proxy.async.shared::cta;
@@ -210,11 +210,11 @@ READERS = {
     "a cp.async": "mov.u32 %r3, buf; mad.lo.u32 %r3, %tx, 4, %r3;\n"
     "cp.async.ca.shared.global [%r3], [%rd2], 4;\ncp.async.wait_all; ld.shared.b32 %r1, [%r3];",
 }
-"""An atomic needs the value at once; the others carry it, and what is blamed is that it is stored as a result."""
+"""An atomic needs the value at once. The others only carry it; the blame falls on the store into a result."""
 
 
 def spill(read: str, write: str = KEEP, unwritten: tuple[str, ...] = ("part",)) -> Kernel:
-    """Each thread keeps a word in the workspace `part`, which holds noise before, and takes it back."""
+    """Each thread stores a word in the workspace `part`, which holds noise at first, and reads it back."""
     blamed = "" if "//!" in read else " //!"
     body = SPILL.replace("WRITE", write).replace("READ", f"{read}\nst.global.b32 [%rd3], %r1;{blamed}")
     buffers = {"part": np.full(32, 0xFFFFFFFF, np.uint32), "out": np.zeros(32, np.uint32)}
@@ -224,7 +224,7 @@ def spill(read: str, write: str = KEEP, unwritten: tuple[str, ...] = ("part",)) 
 
 @pytest.mark.parametrize("name", READERS)
 def test_what_nobody_stored_is_not_read(name: str) -> None:
-    """Whatever the bytes hold: a dropped initialisation is found although the noise may look like the value."""
+    """Found whatever the bytes hold: a missing initialisation is found even if the noise looks like the value."""
     kernel = spill(READERS[name], write="setp.lt.u32 %p1, %tx, 31; @%p1 st.global.b32 [%rd2], %tx;")
     assert_blamed(kernel, "uninitialised-global", "of `part`, which was never written")
 
@@ -238,7 +238,7 @@ def test_what_was_stored_is_read(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["b32", "b64"])
 def test_an_exchange_initialises_what_nobody_wrote(kind: str) -> None:
-    """Its old value matters to those who use it, as of a lock that nobody has released yet."""
+    """Its old value matters only if it is used, as with a lock that was never released."""
     wide = "shl.b64 %rd1, %rd1, 1; add.u64 %rd2, %rd1, %part; cvt.u64.u32 %rd4, %tx;"
     register = {"b32": "%r1", "b64": "%rd5"}[kind]
     exchange = f"{wide}\natom.global.exch.{kind} {register}, [%rd2], {'%tx' if kind == 'b32' else '%rd4'};"
@@ -273,14 +273,14 @@ def test_a_clamp_decides_what_an_undefined_value_may_be(name: str) -> None:
 
 
 def test_an_element_that_nobody_uses() -> None:
-    """A compiler loads whole vectors, of which it needs a part."""
+    """Compilers load whole vectors even if they need only part."""
     word = "and.b64 %rd2, %rd2, -8;\nld.global.v2.b32 {%r1, %r2}, [%rd2];"
     even = "and.b32 %r4, %tx, 1; setp.eq.u32 %p1, %r4, 0; @%p1 st.global.b32 [%rd2], %tx; bar.warp.sync -1;"
     assert_clean(spill(word, write=even), {"out": np.arange(32) & ~1})
 
 
 def test_a_tile_of_which_a_part_holds_nothing() -> None:
-    """A bulk copy takes what is there: grouped GEMMs load the rows behind an expert's last token with the others."""
+    """A bulk copy takes whatever is there: grouped GEMMs also load the rows past an expert's last token."""
     store = "cp.async.bulk.global.shared::cta.bulk_group [%mid], [%r41], 240;"
     again = f"{store}\ncp.async.bulk.commit_group; cp.async.bulk.wait_group 0;\n{EXPECT}\n{LOAD}"
     changes = {
@@ -294,7 +294,7 @@ def test_a_tile_of_which_a_part_holds_nothing() -> None:
 
 
 def test_the_results_of_a_row_are_looked_at_after_its_last_launch() -> None:
-    """An output may be scratch in between. What is left there is blamed on the kernel that stored it."""
+    """An output may be used as scratch in between. The final content is blamed on the kernel that stored it."""
     place = "mul.wide.u32 %rd1, %tx, 4; add.u64 %rd2, %rd1, %out;\n"
     rough, last = f"{place}st.global.b32 [%rd2], %r7; ret;", f"{place}st.global.b32 [%rd2], %tx; ret;"
     kernel = Kernel(rough, {"out": np.zeros(32, np.uint32)}, others={"last": last})
@@ -308,7 +308,7 @@ def test_the_results_of_a_row_are_looked_at_after_its_last_launch() -> None:
 
 
 def test_the_machine_of_a_row_knows_its_outputs_and_its_workspaces() -> None:
-    """A workspace holds noise of its own, and a kernel that reads an output before it writes it breaks a rule."""
+    """A workspace holds noise, and a kernel that reads an output before writing it breaks a rule."""
     add = "ld.global.b32 %r1, [%rd2]; add.u32 %r1, %r1, 1; st.global.b32 [%rd3], %r1;"
     body = "mul.wide.u32 %rd1, %tx, 4; add.u64 %rd2, %rd1, %part; add.u64 %rd3, %rd1, %out;\n" + add + "ret;"
     kernel = Kernel(body, {"part": np.zeros(32, np.uint32), "out": np.zeros(32, np.uint32)})

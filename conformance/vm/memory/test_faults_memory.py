@@ -17,7 +17,7 @@ def shared(body: str, **options: object) -> Kernel:
 
 
 BRANCH = "setp.ne.u32 %p9, USED, 0;\n@%p9 bra END; //!\nEND: ret;"
-"""To read and to copy an undefined value is no fault; to jump by it is, in the lanes that do."""
+"""Reading and copying an undefined value is no fault; branching on it is, in the lanes that do."""
 UNINITIALISED = {
     "one byte": (
         "st.shared.b8 [buf+1], %tx;\nld.shared.u16 %r1, [buf]; and.b32 %r1, %r1, 255;",
@@ -232,7 +232,7 @@ def test_inputs_are_read_only() -> None:
 
 
 def test_one_generic_access_may_reach_several_state_spaces() -> None:
-    """Lanes of a generic access need not agree on a window (PTX ISA 5.1, 6.4.1.1)."""
+    """The lanes of a generic access may address different windows (PTX ISA 5.1, 6.4.1.1)."""
     body = """mov.u64 %rd1, buf; cvta.shared.u64 %rd1, %rd1;
     setp.lt.u32 %p1, %lane, 16;
     selp.b64 %rd2, %rd1, %out, %p1;

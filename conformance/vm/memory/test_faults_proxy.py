@@ -1,4 +1,4 @@
-"""Bulk copies of global memory that threads have written in the same launch: a proxy fence must lie in between."""
+"""Bulk copies of global memory that threads wrote in the same launch: a proxy fence must lie in between."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ add.u64 %rd2, %a, %rd1; add.u64 %rd3, %out, %rd1; add.u32 %r2, %r21, %r1;"""
 STORE = "st.global.b32 [%rd2], %tx;"
 LINEAR = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r21], [%a], 256, [%r20];"
 TENSOR = "cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r21], [%m, {%r3}], [%r20];"
-"""Thread 32 copies what all of `a` holds."""
+"""Thread 32 copies all of `a`."""
 TAIL = f"""{wait("bar", 0)}
 ld.shared.b32 %r4, [%r2]; st.global.b32 [%rd3], %r4; ret;"""
 EXPECT = "@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 %rd9, [%r20], 256;"
@@ -31,7 +31,7 @@ def kernel(body: str, **options: object) -> Kernel:
 
 
 def loaded(before: str, after: str, copy: str = LINEAR) -> Kernel:
-    """Every thread writes `a`, `before` and `after` stand around a barrier, and thread 32 copies."""
+    """Every thread writes `a`; `before` and `after` surround a barrier; thread 32 copies."""
     return kernel(f"mov.b32 %r3, 0;\n{before}\nbar.sync 0;\n{after}\n{EXPECT}\n@%p1 {copy} //!\n{TAIL}")
 
 
@@ -124,7 +124,7 @@ ld.shared.b32 %r4, [%r21]; st.global.b32 [%out], %r4; ret;"""
     [(FENCE, "", True), ("", FENCE, True), ("", GLOBAL_FENCE, True), ("", "", False), ("", SHARED_FENCE, False)],
 )
 def test_what_another_cta_wrote(before: str, after: str, clean: bool) -> None:
-    """A flag in global memory carries what the writer's fence has covered, and a fence after it covers the rest."""
+    """A flag in global memory publishes what the writer's fence covers; a fence after the flag covers the rest."""
     body = FLAGGED.format(init=init("bar"), wait=wait("bar", 0), before=before, after=after)
     buffers = {"a": np.zeros(4, np.uint32), "flag": np.zeros(1, np.uint32), "out": np.zeros(1, np.uint32)}
     flagged = Kernel(body, buffers, grid=(2, 1, 1))

@@ -34,7 +34,7 @@ def test_the_kernel_without_a_fault_is_clean() -> None:
 
 
 def marked(stage: str, instruction: str, replacement: str | None = None) -> str:
-    """A stage with one instruction (or what replaces it) marked as the culprit."""
+    """A stage with one instruction (or its replacement) marked as the culprit."""
     assert STAGES[stage].count(instruction) == 1, instruction
     return STAGES[stage].replace(instruction, (replacement or instruction) + " //!")
 
@@ -46,16 +46,16 @@ SPIN_UNTIL_STORED = """SPIN: ld.relaxed.gpu.global.b32 %r30, [%out+124]; ld.rela
 min.u32 %r30, %r30, %r31; ld.relaxed.gpu.global.b32 %r31, [%out+380]; min.u32 %r30, %r30, %r31;
 ld.relaxed.gpu.global.b32 %r31, [%out+508]; min.u32 %r30, %r30, %r31;
 setp.eq.u32 %p4, %r30, 0; @%p4 bra SPIN;"""
-"""Waits for the last thread of every warp in an order of execution that is no order of the memory model."""
+"""Waits for the last thread of every warp. That is an order of execution, but not one of the memory model."""
 RELAXED_OUT = STAGES["out"].replace("st.global", "st.relaxed.gpu.global")
 WAIT_STORE = "tcgen05.wait::st.sync.aligned;"
 ZERO_CELLS = f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r44], {{{', '.join(16 * ['%r18'])}}};"
-"""Writes the cells that LOAD reads, from a register of its own."""
+"""Writes the cells that LOAD reads, from a separate register."""
 A_IN_TMEM = MMA.replace("%rd10", "[%r40+16]")
 WIDE = STORE.replace("[%r44]", "[%r44+16]")
 
 STORED = STAGES["out"].replace("st.global", "\nst.global") + " //!"
-"""Undefined cells are no fault, nor are MMAs of undefined operands; what of them is stored is."""
+"""Undefined cells and MMAs of undefined operands are no fault; storing their values is."""
 PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
     "lanes of another warp": (
         {"read": marked("read", LOAD, LOAD.replace("%r44", "%r40"))},
@@ -340,7 +340,7 @@ USE = "add.u32 %r17, %r0, %r0;"
     ("between", "counted"), [("tcgen05.wait::ld.sync.aligned;", False), (USE, True), (f"@%p3 {USE}", True)]
 )
 def test_overwriting_what_a_load_has_read(between: str, counted: bool) -> None:
-    """A wait ends the load. So does the use of a register, as in FlashAttention-4, but it is counted."""
+    """A wait ends the load. So does a use of the register, as in FlashAttention-4, but that is counted."""
     stages = {"read": f"mov.b32 %r18, 0;\n{LOAD}\n{between}\n{ZERO_CELLS}\n{WAIT_STORE}"}
     for schedule in EVERY_SCHEDULE:
         data, counters = mma_kernel(stages).run(schedule)
@@ -350,7 +350,7 @@ def test_overwriting_what_a_load_has_read(between: str, counted: bool) -> None:
 
 
 def test_a_load_used_on_one_path_only() -> None:
-    """One path uses the load and another does not: the other one is blamed."""
+    """One path uses the load, the other does not; the other one is blamed."""
     used = f"setp.eq.u32 %p4, %warp, 0;\n@!%p4 bra UNUSED;\n{USE}\nUNUSED:"
     kernel = mma_kernel({"read": f"mov.b32 %r18, 0;\n{LOAD}\n{used}\n{ZERO_CELLS} //!"})
     assert_blamed(kernel, "tmem-load-not-waited", "by warp")

@@ -1,4 +1,4 @@
-"""mbarriers: the answers of an H200 to a sequence of operations, and the laws of PTX ISA 9.7.13.15."""
+"""mbarriers: an H200's answers to a sequence of operations, and the laws of PTX ISA 9.7.13.15."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ INIT = "mbarrier.init.shared::cta.b64 [mbar], {};"
 FILE = SILICON / "movement" / "warp_and_barrier.json"
 MEASURED = [tuple(row.values()) for row in json.loads(FILE.read_text())["mbarrier"]]
 """Operation, test_wait.parity of 0 and of 1 afterwards, and the upper 21 bits of the returned state (phase, minus the
-pending count) where there is one. An H200 lets init follow init; the ISA and this machine want mbarrier.inval first."""
+pending count) if there is one. An H200 accepts init after init; the ISA and this machine require mbarrier.inval
+first."""
 PROBE = """mbarrier.test_wait.parity.shared::cta.b64 %p1, [mbar], 0; selp.u64 %rd1, 1, 0, %p1;
 st.global.u64 [%out+{0}], %rd1;
 mbarrier.test_wait.parity.shared::cta.b64 %p1, [mbar], 1; selp.u64 %rd1, 1, 0, %p1;
@@ -40,7 +41,7 @@ def test_an_h200s_answers() -> None:
 
 
 def simulate(count: int, steps: list[tuple[str, int]]) -> list[int] | None:
-    """Parity after each step, by the rules of PTX ISA 9.7.13.15.5 and .6; None where the ISA leaves it undefined."""
+    """Parity after each step by the rules of PTX ISA 9.7.13.15.5 and .6; None where the ISA leaves it undefined."""
     expected = pending = count
     outstanding = phase = 0
     parities: list[int] = []
@@ -111,7 +112,7 @@ def test_waits_by_state_and_by_parity_agree() -> None:
 
 @pytest.mark.parametrize("noinc", ["", ".noinc"])
 def test_an_arrival_waits_for_the_threads_cp_async(noinc: str) -> None:
-    """Without .noinc the count is raised first, so somebody else's arrival is what the phase waits for as well."""
+    """Without .noinc the count is raised first, so the phase also waits for another thread's arrival."""
     body = f""".shared .align 8 .b64 mbar; .shared .align 16 .b8 buf[512];
     setp.eq.u32 %p1, %tx, 0; setp.ge.u32 %p3, %tx, 32;
     @%p1 mbarrier.init.shared::cta.b64 [mbar], {32 if noinc else 1};
@@ -131,7 +132,7 @@ def test_an_arrival_waits_for_the_threads_cp_async(noinc: str) -> None:
 
 
 def test_lanes_that_initialise_an_mbarrier_with_unlike_counts() -> None:
-    """Every lane may execute the same mbarrier.init; with a count of its own each, nobody knows which one stays."""
+    """Every lane may execute the same mbarrier.init. With different counts it is unknown which one stays."""
     declared = ".shared .align 8 .b64 mbar; add.u32 %r1, %lane, 1; mov.b32 %r2, 7;"
     init = "mbarrier.init.shared::cta.b64 [mbar], {};"
     assert_blamed(Kernel(f"{declared}\n{init.format('%r1')} //!\nret;"), "mbarrier-misuse", "counts 1, 2, 3, 4")

@@ -1,4 +1,4 @@
-"""What an mbarrier orders: the semantics and scopes of both sides, one phase, and what came before a copy's issue."""
+"""What an mbarrier orders: semantics and scope of both sides, a single phase, and what came before a copy's issue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [mbar];"
 
 
 def waits(words: str, parity: int = 0) -> str:
-    """As `wait` on mbar, with semantics and scope."""
+    """Like `wait` on mbar, with semantics and scope."""
     return wait("mbar", parity).replace("try_wait.parity", f"try_wait.parity{words}")
 
 
@@ -57,7 +57,7 @@ def test_what_an_arrival_and_a_wait_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNORDERED)
 def test_a_side_that_is_relaxed_orders_nothing(name: str) -> None:
-    """PTX ISA 9.7.13.15.16: only .acquire makes visible what came before the arrivals, only .release carries it."""
+    """PTX ISA 9.7.13.15.16: only .release publishes what came before the arrivals, only .acquire makes it visible."""
     assert_blamed(passed_on(*UNORDERED[name]), "race", "after warp 0 wrote it")
 
 
@@ -121,7 +121,8 @@ def test_a_flag_orders_within_its_scope() -> None:
 
 
 def handed_through(words: str) -> Kernel:
-    """Warp 0 ends phase 0, warp 1 waits for it and ends phase 1, warp 2 waits for phase 1 and reads what 0 wrote."""
+    """Warp 0 completes phase 0; warp 1 waits for it and completes phase 1; warp 2 waits for that and reads 0's
+    store."""
     body = f"""{DECLARED} .shared .align 8 .b64 other; {init("mbar", "other")}
 setp.ne.u32 %p2, %lane, 0; setp.eq.u32 %p3, %warp, 1; setp.eq.u32 %p4, %warp, 2;
 @%p4 bra READER;
@@ -143,7 +144,7 @@ ret;"""
 
 
 def test_a_wait_acquires_its_own_phase_only() -> None:
-    """Phase 1 tells of phase 0 what its own arrivals know of it."""
+    """Phase 1 publishes of phase 0 only what its own arrivals have acquired."""
     assert_clean(handed_through(""), SEVENS)
     assert_blamed(handed_through(".relaxed.cta"), "race", "after warp 0 wrote it")
 
@@ -153,7 +154,7 @@ READ_WORD = "ld.shared.b32 %r5, [word];"
 
 
 def beside_the_copy(before: str, behind: str, read: str = READ_WORD) -> Kernel:
-    """Thread 0 stores a word before or behind the issue of a TMA load; all threads wait for the load and read it."""
+    """Thread 0 stores a word before or after issuing a TMA load; all threads wait for the load and read the word."""
     changes = {
         "load": f"{before}\n{EXPECT}\n{LOAD}\n{behind}",
         "compute": f"{read}\nld.shared.u32 %r1, [%r42];\nadd.u32 %r1, %r1, %r5;\nst.shared.u32 [%r42], %r1;",
@@ -163,7 +164,7 @@ def beside_the_copy(before: str, behind: str, read: str = READ_WORD) -> Kernel:
 
 
 def test_a_completion_orders_what_came_before_the_issue() -> None:
-    """Causality is transitive (PTX ISA 8.9.4): store, issue, end of the copy, wait."""
+    """Causality is transitive (PTX ISA 8.9.4): store, issue, completion of the copy, wait."""
     assert_clean(beside_the_copy(STORE_WORD, ""), {"out": X + 7})
 
 
@@ -174,7 +175,7 @@ def test_a_completion_orders_nothing_behind_the_issue() -> None:
 
 @pytest.mark.parametrize("fence", ["", FENCE])
 def test_a_copy_over_what_threads_have_read_is_counted(fence: str) -> None:
-    """Generic reads, a barrier, and a TMA load into the same bytes: the ISA wants a proxy fence, CUTLASS has none."""
+    """Generic reads, a barrier, a TMA load into the same bytes: the ISA requires a proxy fence, CUTLASS has none."""
     refill = f"""ld.shared.u32 %r1, [%r42];
 {fence}
 bar.sync 1;
@@ -199,7 +200,7 @@ bar.sync 0; ld.shared.b32 %r2, [counter]; st.global.b32 [%out], %r2; ret;"""
 
 
 def test_an_atomic_races_with_a_weak_read_before_it() -> None:
-    """Only strong accesses may meet without order: the reader may see the sum before or after."""
+    """Only strong accesses may be unordered: this reader may see the value before or after the sum."""
     out = {"out": np.zeros(1, np.uint32)}
     weak, strong = "ld.shared.b32 %r1, [counter];", "ld.relaxed.cta.shared.b32 %r1, [counter];"
     late = Kernel(COUNTER.format(weak=weak, between=""), out, block=(64, 1, 1))

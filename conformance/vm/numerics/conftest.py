@@ -1,4 +1,4 @@
-"""What all tests of the numerics need."""
+"""Shared by all tests of the numerics."""
 
 from __future__ import annotations
 

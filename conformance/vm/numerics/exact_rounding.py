@@ -1,4 +1,4 @@
-"""Rounding by definition, in exact fractions: the reference of the numerics tests."""
+"""Rounding by definition, in exact fractions: the reference for the numerics tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import inf
 
 
 def round_exactly(exact: Fraction, mode: str, *, precision: int, lowest: int, highest: int) -> float:
-    """Round nonzero `exact` to `precision` bits, exponents `lowest`..`highest`, subnormals below; rn ties to even."""
+    """Rounds nonzero `exact` to `precision` bits, exponents `lowest`..`highest`, subnormals below; rn: ties to even."""
     magnitude = abs(exact)
     exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
     if Fraction(2) ** exponent > magnitude:

@@ -1,4 +1,4 @@
-"""Matrix accumulation: the Hopper model against wgmma on an H200, and the laws that every policy keeps."""
+"""Matrix accumulation: the Hopper model against wgmma on an H200, and the laws that every policy obeys."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_another_adder_would_be_seen(adder: Adder, monkeypatch: pytest.MonkeyPat
 
 
 TINY = np.array([[23, 1] + 14 * [0]], np.float32), np.array([[89, 1] + 14 * [0]], np.float32)
-"""Products 2047 and 1. At 2^-160 they are 2^-149 - 2^-160 and 2^-160: beside 2^-158, the last place that counts, 0."""
+"""Products 2047 and 1. At 2^-160 they are 2^-149 - 2^-160 and 2^-160: next to 2^-158, the last place kept, 0."""
 
 
 def _tiny(scale: int) -> float:
@@ -92,7 +92,7 @@ def _beside_a_tie() -> float:
 
 
 def test_a_sum_in_f16_is_rounded_with_all_of_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 + 2^-11 is a tie; 2^-25 beside it counts, although f32 would not hold it."""
+    """1 + 2^-11 is a tie; an extra 2^-25 breaks it, although f32 could not hold the sum."""
     assert _beside_a_tie() == 1 + 2.0**-10, "drawn programs 17140, 23960 on an H200: rounded up"
     rounded = accumulate._to_half
     monkeypatch.setattr(accumulate, "_to_half", lambda total: rounded(total.astype(np.float32).astype(np.float64)))
@@ -149,7 +149,7 @@ def test_what_a_sparse_operand_does_not_store_is_multiplied_with_nothing(policy:
 
 @pytest.mark.parametrize("with_c", [False, True])
 def test_in_the_ring_words_of_infinities_and_nan_are_words_like_others(with_c: bool) -> None:
-    """A sparse A is one with zeros there: 0 times any word is 0, and a stored element times it is an integer's."""
+    """A sparse A equals one with zeros in place: 0 times any word is 0, a stored element's product is an integer's."""
     rng = np.random.default_rng(5)
     a, b, c = (rng.integers(0, 1 << 16, shape, np.uint16) for shape in ((4, 16), (8, 16), (4, 8)))
     b[:3, :4] = [0x7F80, 0xFF80, 0x7FC1, 0xFF81]

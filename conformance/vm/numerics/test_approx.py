@@ -74,7 +74,7 @@ def test_documented_error_bounds(
 
 
 def test_ex2_is_exact_on_integers_from_the_smallest_normal_result_on() -> None:
-    """Below -126 the result is a square of 2^(n / 2): exact for even n, an ulp short for some odd ones."""
+    """Below -126 the result is a square of 2^(n / 2): exact for even n, an ulp short for some odd n."""
     n = np.arange(-149, 128, dtype=np.float32)
     exact = np.ldexp(1.0, n.astype(int)).astype(np.float32)
     short = approx.ex2(n).view(np.int32) - exact.view(np.int32)
@@ -83,7 +83,7 @@ def test_ex2_is_exact_on_integers_from_the_smallest_normal_result_on() -> None:
     np.testing.assert_array_equal(approx.ex2(n, ftz=True), np.where(n < -126, np.float32(0), exact))
 
 
-# Half precision against an H200 and rounding by definition; mixed precision with f32.
+# Half precision against an H200 and against rounding by definition; mixed precision against f32.
 
 
 FOLDER = SILICON / "numerics"
@@ -127,7 +127,7 @@ def test_approximations_lie_within_one_code_of_an_h200s(op: str) -> None:
 
 
 def test_a_sum_that_f32_would_turn_into_a_tie_is_rounded_once() -> None:
-    """1.5 * (1 + 2^-7) is a tie in bf16; -2^-30 takes it below the tie, and f32 loses that."""
+    """1.5 * (1 + 2^-7) is a tie in bf16; -2^-30 moves it below the tie, and f32 loses that."""
     a, b, c = code(0x3F81), code(0x3FC0), code(0xB080)
     through_f32 = (decode(a, BF16) * decode(b, BF16) + decode(c, BF16)).astype(np.float32)
     assert round_bf16(Fraction(float(through_f32[0])), "rn") == 1.5 + 2**-6, "this case does not catch two roundings"
@@ -185,7 +185,7 @@ def test_comparisons_of_halves() -> None:
 @FORMATS
 @pytest.mark.parametrize("rounding", ["rn", "rz", "rm", "rp"])
 def test_mixed_precision_rounds_the_exact_value_to_f32(fmt: FloatFormat, rounding: Rounding) -> None:
-    """PTX ISA 9.7.5: convert exactly, then one rounding in f32."""
+    """PTX ISA 9.7.5: convert exactly, then round once in f32."""
     rng = np.random.default_rng(23)
     exponents = (rng.integers(-3, 4, (2, 500)) + fmt.bias) << fmt.mantissa_bits
     a, b = (exponents | rng.integers(0, 1 << fmt.mantissa_bits, (2, 500))).astype(np.uint16)

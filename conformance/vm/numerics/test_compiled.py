@@ -1,4 +1,4 @@
-"""Machine code is made once, found again by later processes, and never taken for that of another text."""
+"""Machine code is compiled once, found again by later processes, and never confused with that of another text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backends.vm.numerics.traced import INDEX, Traced
 
 
 class _Shelf(dict[str, bytes]):
-    """Keeps what it is given."""
+    """A cache that keeps what it is given."""
 
     def kept(self, name: str, decoded: Callable[[bytes], bytes]) -> bytes | None:
         return decoded(self[name]) if name in self else None
@@ -24,7 +24,7 @@ class _Shelf(dict[str, bytes]):
 
 
 def _adds(number: int, table: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None) -> ir.Module:
-    """`i64 entry(i64 x)`: x + number, or of a table that element."""
+    """`i64 entry(i64 x)`: x + number, or element x + number of a table."""
     module = ir.Module("adds")
     made = ir.Function(module, ir.FunctionType(INDEX, [INDEX]), compiled.ENTRY)
     b = ir.IRBuilder(made.append_basic_block())
@@ -38,7 +38,7 @@ def _called(address: int, x: int) -> int:
 
 
 class _Linker:
-    """Takes objects and runs none: a second linker of one process would free what the first one has."""
+    """Accepts objects and runs none: a second real linker in one process would free the first one's code."""
 
     def __init__(self) -> None:
         self.taken = list[object]()
@@ -54,7 +54,7 @@ class _Linker:
 
 
 def test_machine_code_is_found_by_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the shelf has is linked and not made again; another text has another name."""
+    """Code on the shelf is linked and not compiled again; another text has another name."""
     shelf, linker = _Shelf(), _Linker()
     monkeypatch.setattr(compiled, "_shelf", shelf)
     monkeypatch.setattr(compiled, "_addresses", {})
@@ -75,7 +75,7 @@ def _refused(text: str) -> object:
 
 
 def test_machine_code_that_says_where_a_table_lies_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of another process lies elsewhere."""
+    """The table of another process has another address."""
     shelf = _Shelf()
     monkeypatch.setattr(compiled, "_shelf", shelf)
     assert _called(compiled.linked(_adds(1, np.array([3, 4, 50]))), 1) == 50

@@ -1,4 +1,4 @@
-"""Conversions against an H200; those of Blackwell only against the ISA's tables; the rest against exact values."""
+"""Conversions against an H200; Blackwell's only against the ISA's tables; the rest against exact values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAGS = ("ftz", "sat", "satfinite", "relu")
 
 
 def parse(spelling: str) -> Conversion:
-    """The conversion of a spelling such as `cvt.rn.relu.bf16x2.f32`, as the instruction family looks it up."""
+    """The conversion of a spelling such as `cvt.rn.relu.bf16x2.f32`, looked up like the instruction family does."""
     *words, dst, src = spelling.split(".")[1:]
     rounding = "".join(word for word in words if word not in FLAGS)
     return conversion(dst, src, Modifiers(rounding, **{word: word in words for word in FLAGS}))
@@ -69,7 +69,7 @@ def test_conversions_from_short_sources_are_an_h200s_bits(spelling: str) -> None
 
 
 def test_a_swapped_pair_and_a_wrong_tie_would_be_seen() -> None:
-    """Planted faults: operands in the other order, truncation for rounding, no saturation."""
+    """Planted faults: operands swapped, truncation instead of rounding, no saturation."""
     answered = FROM_F32["cvt.rn.bf16x2.f32"]
     cvt = parse("cvt.rn.bf16x2.f32")
     assert np.any(cvt.apply(FROM_F32["b"], FROM_F32["a"]) != answered)
@@ -132,7 +132,7 @@ def test_small_formats_both_ways(name: str, library: type[np.generic], bits: int
 
 
 def test_small_formats_from_f32_round_once_around_every_tie() -> None:
-    """An f32 beside a tie must not cross it: its lowest bits count."""
+    """An f32 next to a tie must not be moved onto it: its lowest bits count."""
     for name, library in (("e4m3", ml_dtypes.float8_e4m3fn), ("e5m2", ml_dtypes.float8_e5m2)):
         values = np.arange(0x78, dtype=np.uint8).view(library).astype(np.float32)
         ties = (values[:-1] + values[1:]) / 2
@@ -152,7 +152,7 @@ def test_six_bit_maxima_and_nan() -> None:
 @pytest.mark.parametrize("source", ["f32", "bf16x2"])
 def test_ue8m0_is_the_exponent_rounded_as_asked(source: str) -> None:
     """value = 2^(code - 127), 0xFF NaN, .satfinite 0xFE (facts.md 7.2)."""
-    # Value: the code under rz and under rp.
+    # Value: the codes under rz and under rp.
     table = {1.0: (127, 127), 1.5: (127, 128), 2.0: (128, 128), 1.984375: (127, 128), np.nan: (255, 255)}
     table |= {2.0**-127: (0, 0), 65 * 2.0**-133: (0, 1), 1.5 * 2.0**-127: (0, 1), 2.0**-126: (1, 1)}
     table |= {2.0**127: (254, 254), 1.5 * 2.0**127: (254, 254), np.inf: (254, 254)}

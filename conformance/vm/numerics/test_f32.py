@@ -1,4 +1,4 @@
-"""Single-precision arithmetic against an H200 and rounding by definition."""
+"""Single-precision arithmetic against an H200 and against rounding by definition."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_nan_or_a_signed_zero_dropped_on_the_way_would_be_seen() -> None:
 
 
 def hard_operands(count: int, seed: int) -> tuple[Float32, Float32, Float32]:
-    """Finite operands: any bits, few significant bits, subnormals; the third often near a tie of a * b + c."""
+    """Finite operands: random bits, few significant bits, subnormals. The third is often near a tie of a * b + c."""
     rng = np.random.default_rng(seed)
 
     def draw() -> npt.NDArray[np.uint32]:
@@ -83,7 +83,7 @@ def hard_operands(count: int, seed: int) -> tuple[Float32, Float32, Float32]:
 
 
 def midpoint_operands() -> tuple[Float32, Float32, Float32]:
-    """a * b is half a unit of c, or that plus a rest that float64 cannot hold beside c; normal and subnormal sums."""
+    """a * b is half a unit of c, or that plus a rest that float64 cannot hold next to c; normal and subnormal sums."""
     halves = ((1.0, 1.0), (1 + 2.0**-23, 1 - 2.0**-23), (1 + 2.0**-12, 1 - 2.0**-12 + 2.0**-24))
     places = ((2.0**-12, 2.0**-12, 1.0, 2.0**-23), (2.0**-75, 2.0**-75, 2.0**-127, 2.0**-149))
     rows = [
@@ -206,7 +206,7 @@ def test_ftz_flushes_before_the_subnormal_grid_rounds(rounding: Rounding, sign: 
 
 
 def test_ftz_keeps_a_result_that_rounds_up_to_the_smallest_normal_number() -> None:
-    """2^-126 (1 - 2^-24 + 2^-47): only a result that rounds away from zero reaches 2^-126."""
+    """2^-126 (1 - 2^-24 + 2^-47): only rounding away from zero reaches 2^-126."""
     a, b = floats(0x3F7F_FFFE), floats(0x0080_0001)
     assert codes(f32.mul(a, b, rounding="rp", ftz=True)) == [0x0080_0000]
     assert codes(f32.mul(a, b, rounding="rz", ftz=True)) == [0]
@@ -282,7 +282,7 @@ def test_approximate_quotients_lie_within_two_units_of_an_h200s(op: str) -> None
     assert not len(wrong), f"{op} is off in {len(wrong)} of {len(A)}: {cases}"
 
 
-# Double precision: rounding by definition.
+# Double precision against rounding by definition.
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

@@ -68,7 +68,7 @@ def test_nan_has_one_code(fmt: FloatFormat) -> None:
 @FORMATS
 @pytest.mark.parametrize("negative", [False, True])
 def test_rounding_between_all_neighbours(fmt: FloatFormat, negative: bool) -> None:
-    """The midpoint between all adjacent values of one sign, and its neighbours on either side."""
+    """The midpoints between all adjacent values of one sign, and their neighbours on either side."""
     lower = np.arange(fmt.max_finite, dtype=np.uint16)
     upper = lower + np.uint16(1)
     low, high = decode(lower, fmt), decode(upper, fmt)

@@ -1,4 +1,4 @@
-"""What is traced computes what NumPy computes, in NumPy's type, or is refused."""
+"""A traced function computes what NumPy computes, in NumPy's type, or is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BINARY = (
 
 
 def by_machine_code(function: Callable[..., Any], *operands: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """`function` of arrays of 32 elements, traced. TypeError where it cannot be followed."""
+    """`function` on arrays of 32 elements, traced. Raises TypeError if it cannot be traced."""
     module, pointer = ir.Module("traced"), ir.PointerType()
     made = ir.Function(module, ir.FunctionType(ir.VoidType(), [pointer] * (len(operands) + 1)), ENTRY)
     b = ir.IRBuilder(made.append_basic_block())
@@ -46,7 +46,7 @@ def by_machine_code(function: Callable[..., Any], *operands: npt.NDArray[Any]) -
 
 
 def drawn(dtype: str, seed: int) -> npt.NDArray[Any]:
-    """Numbers of both signs and the ends of the type."""
+    """Random numbers of both signs and the extremes of the type."""
     draw = np.random.default_rng(seed)
     if dtype == "bool":
         return draw.integers(0, 2, LANES).astype(bool)
@@ -57,7 +57,7 @@ def drawn(dtype: str, seed: int) -> npt.NDArray[Any]:
 
 
 def differing(ufunc: np.ufunc, dtype: str) -> str:
-    """How the machine code differs from NumPy on this type; "" where it does not, or where it is refused."""
+    """How the machine code differs from NumPy on this type; "" if it does not, or if it is refused."""
     operands = [drawn(dtype, seed) for seed in range(ufunc.nin)]
     if ufunc in (np.floor_divide, np.fmod) and dtype not in ("float32", "float64"):
         operands[1][operands[1] == 0] = 3
@@ -91,12 +91,12 @@ def test_what_is_traced_agrees_with_numpy_or_is_refused(dtype: str) -> None:
     ("ufunc", "dtype"), [(np.add, "bool"), (np.floor_divide, "int32"), (np.bitwise_count, "uint32"), (np.fmod, "int8")]
 )
 def test_these_are_followed(ufunc: np.ufunc, dtype: str) -> None:
-    """So that the test above has something to compare."""
+    """Ensures that the test above has something to compare."""
     assert by_machine_code(ufunc, *[np.full(LANES, 3).astype(dtype)] * ufunc.nin).shape == (LANES,)
 
 
 def test_a_wrong_translation_of_bools_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum of two bits, where NumPy takes `or`."""
+    """The planted fault adds two bits where NumPy takes `or`."""
     monkeypatch.setattr(traced, "_OF_BOOLS", {})
     assert "add of bool" in differing(np.add, "bool"), "a sum of bools that is XOR is not noticed"
     assert "subtract of bool" in differing(np.subtract, "bool"), "a difference that NumPy refuses is not noticed"

@@ -1,4 +1,4 @@
-"""The parse cache: a kept module equals the parsed one, and what this user did not write is never used."""
+"""The parse cache: a cached module equals the parsed one, and a file that this user did not write is never used."""
 
 from __future__ import annotations
 

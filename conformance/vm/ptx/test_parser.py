@@ -1,4 +1,4 @@
-"""The tree holds what the PTX text says: scopes, operands, literals, declarations."""
+"""The tree contains what the PTX text says: scopes, operands, literals, declarations."""
 
 from __future__ import annotations
 

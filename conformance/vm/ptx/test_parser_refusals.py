@@ -1,4 +1,4 @@
-"""Any text is parsed, or refused by a sentence with its place, in linear time; no other exception comes out."""
+"""Any text is parsed, or refused with a sentence and its position, in linear time; no other exception escapes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def kernel(body: str) -> str:
 
 
 def numbered(count: int, text: str) -> str:
-    """`text` once for each number, which replaces its `#`."""
+    """`text` once for each number, with the number in place of its `#`."""
     return "".join(text.replace("#", str(number)) for number in range(count))
 
 
@@ -154,16 +154,16 @@ GROWING: dict[str, Callable[[int], str]] = {
 }
 
 SEEN_FROM = {"functions": 4000, "ranges": 3000}
-"""Where 1,000 are too few for their quadratic part to show."""
+"""Sizes to start from where 1,000 is too small for a quadratic part to show."""
 
 
 MAX_GROWTH = 8.0
 
 
 def growth(do: Callable[[str], object], text: Callable[[int], str], size: int) -> float:
-    """How many times longer `do` takes for four times the `text`, 4 if it is linear; under 2 ms it is noise.
+    """How many times longer `do` takes for four times the `text`: 4 if it is linear. Less than 2 ms is noise.
 
-    A busy machine stretches one of two measurements by half, so twice the text would not tell 2 from 4.
+    A busy machine stretches one of two measurements by half, so twice the text could not tell 2 from 4.
     """
 
     def seconds(size: int) -> float:
@@ -175,7 +175,7 @@ def growth(do: Callable[[str], object], text: Callable[[int], str], size: int) -
         return min(taken)
 
     times = seconds(2 * size) / max(seconds(size // 2), 0.002)
-    # A busy machine can double one measurement, not four in a row.
+    # A busy machine can double one measurement, but not four in a row.
     for _ in range(3):
         if times >= MAX_GROWTH:
             times = min(times, seconds(2 * size) / max(seconds(size // 2), 0.002))

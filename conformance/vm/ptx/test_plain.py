@@ -1,4 +1,4 @@
-"""Runs of plain statements that are read as one token give the tree that the grammar gives token by token."""
+"""Runs of plain statements that are read as one token give the same tree as the grammar gives token by token."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def instructions(block: RawBlock) -> Iterator[RawInstruction]:
 
 
 def share_of_runs(text: str, read: Lark) -> float:
-    """The part of the instructions of `text` that are of runs: their tokens have no places."""
+    """The share of the instructions of `text` that come from runs: their tokens have no positions."""
     tree = cast(RawModule, cast(object, read.parse(text)))
     bodies = [one.body for one in tree.items if isinstance(one, RawFunction) and one.body is not None]
     found = [one.opcode.line is None for body in bodies for one in instructions(body)]
@@ -101,7 +101,7 @@ def statements(draw: st.DrawFn) -> str:
 
 
 def answer(text: str, *, with_runs: bool) -> Module | str:
-    """What `text` is, or the sentence about it. Without runs: as one reads who knows the grammar alone."""
+    """The module of `text`, or the message about it. Without runs, the grammar alone reads the text."""
     with pytest.MonkeyPatch.context() as patch:
         if not with_runs:
             patch.setattr(plain, "EXTENSION", "")
@@ -119,7 +119,7 @@ def test_whatever_stands_in_a_body_is_read_or_refused_alike(body: list[str]) -> 
 
 @pytest.mark.parametrize("statement", ["mov.b32 %r1, -1;", "st.b32 [%rd1], -0x1;", "mov.v2.b32 {%r1, %r2}, {-1, 2};"])
 def test_a_number_that_loses_its_sign_is_noticed(statement: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault, and which statements it meets: those that are read in runs."""
+    """The planted fault, and which statements show it: those read in runs."""
     text = f"{HEADER}.entry f() {{ {REGISTERS} {statement} }}"
     assert by_runs(text) == exact(text)
     whole = plain.operand

@@ -1,4 +1,4 @@
-"""Register fragments against an H200: products and moves of registers with known bits."""
+"""Register fragments against an H200: products, and moves of registers with known bits."""
 
 from __future__ import annotations
 

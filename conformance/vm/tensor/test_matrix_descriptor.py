@@ -200,7 +200,7 @@ def test_the_isas_layout_examples_come_out(
 ) -> None:
     rows, k = (int(np.prod(extents)) for extents in shape)
     element_bytes = bits // 8
-    # Each place holds the number of its element, row * k + column + 1.
+    # Each position holds the number of its element, row * k + column + 1.
     mask = {Swizzle.NONE: 0, Swizzle.B32: 1, Swizzle.B64: 3}[swizzle]
     memory = np.zeros(1 << 14, dtype={16: np.uint16, 32: np.uint32}[bits])
     expected = np.zeros((rows, k), dtype=memory.dtype)

@@ -1,4 +1,4 @@
-"""Tensor maps: bits against the driver's encoder and tensormap.replace on an H200, refusals against its rules."""
+"""Tensor maps: bits against the driver's encoder and an H200's tensormap.replace, refusals against the driver's."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def words_of(raw: bytes) -> tuple[int, ...]:
 
 
 CUTEDSL_BITS = 0x24_0002
-"""What CuTeDSL sets in the second word beside the fields: its marker, an L2 promotion of 128 bytes, a large tensor."""
+"""CuTeDSL's bits in the second word besides the fields: its marker, an L2 promotion of 128 bytes, a large tensor."""
 STRIDES_4D = (128, 1152, 16128)
 DIMS_4D = (64, 9, 14, 64)
 CUTEDSL = {
@@ -272,7 +272,7 @@ CUTEDSL = {
         (0x8_0024_0343, 0x3F0_0000_0048, 0x17A0, 0x8_0000_003F, 0x5_0000_000D, 0x0700_0440_0000_0003, 0x3F_18A4_77DF),
     ),
 }  # fmt: skip
-"""What make_im2col_tma_atom of CuTeDSL 4.8.1 encodes for sm_90a, f16, 8 channels a pixel: words 1 to 7."""
+"""The encoding by make_im2col_tma_atom of CuTeDSL 4.8.1 for sm_90a, f16, 8 channels per pixel: words 1 to 7."""
 
 
 @pytest.mark.parametrize("name", CUTEDSL)

@@ -162,7 +162,7 @@ def test_a_load_with_the_wrong_swizzle_does_not_match(swizzle: str) -> None:
 
 
 def element_by_element(item: Load, gmem: np.ndarray, smem: np.ndarray, smem_base: int) -> None:
-    """The rules of facts.md 6.4 applied to one element of 16 bits at a time, for maps of two dimensions."""
+    """Applies the rules of facts.md 6.4 to one 16-bit element at a time, for two-dimensional maps."""
     _, dims, strides, box, at, offset, swizzle, steps, _ = item
     mask = {"none": 0, "32B": 1, "64B": 3, "128B": 7}[swizzle]
     pitch = {"none": box[0] * 2, "32B": 32, "64B": 64, "128B": 128}[swizzle]

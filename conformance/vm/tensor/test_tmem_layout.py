@@ -1,6 +1,6 @@
 """Tensor-memory layouts against the tables of facts.md 1 and 2, lane by lane, and against each other.
 
-Not measured on Blackwell: the witnesses are PTX ISA 9.7.16 and the layouts of CUTLASS.
+Not measured on Blackwell: the sources are PTX ISA 9.7.16 and the layouts of CUTLASS.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def test_shapes_without_a_layout_are_refused() -> None:
 
 
 def scale_atom(rows: int) -> np.ndarray:
-    """Scale-factor codes [rows, 4], all different from their neighbours."""
+    """Scale-factor codes [rows, 4], each different from its neighbours."""
     return (np.arange(rows * 4, dtype=np.uint32) * 37 % 251).astype(np.uint8).reshape(rows, 4)
 
 
