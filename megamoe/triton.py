@@ -46,8 +46,7 @@ Chosen = Mapping[str, Mapping[str, object]] | Callable[[Sequence[Any]], Any]
 """Configurations for autotuned kernels: some meta-parameters by kernel name, or a function that picks one."""
 
 MAX_DYNAMIC_SMEM = 232_448
-"""Bytes of shared memory that a CTA can opt in to on sm_90 and sm_100 (CUDA programming guide, compute
-capabilities)."""
+"""Bytes of shared memory that a CTA of sm_90 or sm_100 can opt in to (CUDA programming guide, compute capabilities)."""
 
 # fill_tma_descriptor_tiled gets numbers: CUtensorMapDataType and CUtensorMapSwizzle, in this order.
 _MAP_DTYPES = (

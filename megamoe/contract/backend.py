@@ -175,12 +175,12 @@ class LoadingExecutor(Executor, Protocol):
 
 
 class DeviceFacts(BaseModel):
-    """The accelerator on which rows ran, as its driver describes it. Clocks are in MHz, read when the run began.
+    """The accelerator on which rows ran, as its driver describes it. Clocks in MHz, as found when the run began.
 
-    `copy_bytes_per_s` (bytes read plus bytes written) and `bf16_flops_per_s` are measured in the same session; floors
-    are computed from them. `flushed_l2_ratio` proves that the flush between cold samples works: the time to read a
-    buffer that fits in the L2 after a flush, over the time without one. `empty_kernel_us` is the device time of a
-    kernel that does nothing, timed as rows are, per L2 temperature; no row on the device can be faster.
+    `copy_bytes_per_s` (bytes read plus bytes written) and `bf16_flops_per_s` were measured in the same session; floors
+    are made from them. `flushed_l2_ratio` proves that the flush between cold samples works: it is the time to read a
+    buffer that fits in the L2 after a flush, over the time without one. `empty_kernel_us`: device time of a kernel that
+    does nothing, timed as rows are, by the temperature of the L2; no row on the device can be faster.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -18,8 +18,7 @@ TARGETS: tuple[Target, ...] = ("sm_90a", "sm_100a")
 Dim3 = tuple[int, int, int]
 Swizzle = Literal["none", "32B", "64B", "128B"]
 MAX_PTX = 64 << 20
-"""Maximum length of a program's PTX in characters. Everything that keeps, parses or assembles a program relies on
-it."""
+"""Most characters of a program's PTX. Everything that keeps, parses or assembles a program relies on this limit."""
 
 
 def _check_size(ptx: str) -> None:

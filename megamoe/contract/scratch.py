@@ -19,8 +19,7 @@ from typing import Final
 PREFIX: Final = ".megamoe."
 """Prefix of every name made here. No other program uses it, so foreign files are never taken for ours."""
 MAX_PLACE: Final = 44
-"""Longest temporary folder, in characters, for which a socket path two of our folders deep stays under 108
-characters."""
+"""Longest path of a temporary folder for which a socket path two of our folders deep has fewer than 108 characters."""
 _cleared: set[tuple[int, Path]] = set()
 _of_multiprocessing: list[ExitStack] = []
 
