@@ -255,7 +255,7 @@ def _argument(text: str, index: int) -> object:
 def _tested(
     tests: list[str], target: str, schedule: str, sought: Sought, timeout: float, checked: CheckedRun
 ) -> None:  # fmt: skip
-    """Runs test suites in their own process. pytest's output goes to stderr if stdout gets findings that are not text."""
+    """Runs test suites in their own process. pytest writes to stderr if stdout gets findings that are not text."""
     if importlib.util.find_spec("pytest") is None:
         _unusable(f"{' '.join(tests)}: pytest runs test-suites, and it is not installed: pip install pytest")
     with scratch_folder("check") as folder:

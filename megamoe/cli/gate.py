@@ -75,7 +75,7 @@ def gate(
         Path | None, typer.Option("--trusted", metavar="KEYS", help="Only what one of these public keys has signed.")
     ] = None,
 ) -> None:
-    """Checks a run against the rows that it owed and against the baseline: the smoke profile, run now, or record files.
+    """Checks a run, either the smoke profile run now or record files, against the rows that it owed and the baseline.
 
     Records owe the rows that the options select. Without options they owe the rows that their runs owed; shards owe the
     rows of the whole set.

@@ -78,8 +78,7 @@ def _ending(command: Callable[..., None]) -> Callable[..., None]:
         except _user_errors() as error:
             raise Ended(2, str(error)) from error
         except OSError as error:
-            # From stdout, the temporary folder or the current folder. Files that the command names have better
-            # messages.
+            # About stdout, the temporary or the current folder. Files that a command names have better messages.
             where = f" {error.filename}" if error.filename else ""
             raise Ended(2, f"cannot read or write{where}: {error.strerror or error}") from error
 

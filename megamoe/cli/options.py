@@ -178,8 +178,7 @@ MAX_SMEM = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class AskedLaunch:
-    """How `megamoe check` launches a kernel. `timeout` also applies to a kernel that is only read and to launches in
-    tests."""
+    """How `megamoe check` launches a kernel. `timeout` also limits reading a kernel, and launches in tests."""
 
     grid: Sizes = "1"
     block: Sizes = "128"

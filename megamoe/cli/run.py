@@ -233,8 +233,7 @@ def _failed_last() -> Selection:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """Settings of a run. `timeout`: host seconds per row. `quiet`: no progress. `ray`: the cluster that runs the
-    rows."""
+    """Settings of a run. `timeout`: host seconds per row. `quiet`: no progress. `ray`: the cluster that runs rows."""
 
     specs: Path | None
     jobs: int
@@ -321,8 +320,7 @@ def _compilers() -> dict[str, str]:
 
 
 def end_if_cut_short(done: Conducted) -> None:
-    """Ends the command if records are lost or rows are left. Called after the verdict on the finished rows is
-    printed."""
+    """Ends the command if records are lost or rows are left. Called once the verdict on the other rows is printed."""
     if done.unwritten:
         raise RecordError(f"{done.unwritten}; the verdict above is on rows that the file does not have")
     if not done.cut_short:
