@@ -7,7 +7,7 @@ from typing import Any
 CHECKOUT = Path(__file__).resolve().parents[1]
 """The folder that holds specs/, conformance/ and results/."""
 SPECS = CHECKOUT / "specs" if (CHECKOUT / "specs").is_dir() else Path(__file__).resolve().parent / "specs"
-"""The specs of the checkout, or those that a wheel brings."""
+"""The specs of the checkout, or the ones that the wheel ships."""
 OPERATORS = {
     "attention": "attention",
     "SequenceLengths": "sequences",
@@ -16,7 +16,7 @@ OPERATORS = {
     "load_moe_weights": "checkpoint",
     "ExpertParallelMoe": "expert_parallel",
 }
-"""Name -> module of megamoe.torch_ops. They need torch, so each is imported when it is first asked for."""
+"""Name -> module of megamoe.torch_ops. These need torch, so each is imported on first use."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""CUDA C++ to PTX: by nvcc, else by NVRTC, which needs no host compiler and brings CUDA's headers (13.3 and later).
+"""CUDA C++ to PTX: by nvcc, else by NVRTC, which needs no host compiler and ships CUDA's headers (13.3 and later).
 
-A compiler that lacks something, such as a header or the target, makes room for the next one. What is wrong in the
-source itself is said by the first that finds it.
+If a compiler lacks something, such as a header or the target, the next one is tried. The first compiler that finds an
+error in the source itself reports it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megamoe.contract.machine import LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
 
 TEXT_NAME = "source.cu"
-"""What the compilers' words and the lines of a finding call a source that is no file."""
+"""The file name that compiler messages and findings use for source given as text."""
 NONE_HERE = (
     "CUDA C++ needs a compiler, and neither nvcc nor NVRTC is here; the extra `cuda` of megamoe has NVRTC, which needs "
     "no host compiler, and PTX needs none"
@@ -41,7 +41,7 @@ _LACKING = re.compile(
     r"Unsupported gpu architecture|invalid value for --gpu-architecture|Failed to preprocess host compiler"
     r"|No such file or directory|annot open source file|Cannot find compiler|host compiler targets unsupported"
 )
-"""In the words of a compiler that another one may do without; every other error is the source's."""
+"""Compiler messages after which another compiler may succeed; every other error is the source's."""
 _HOST_CODE = re.compile(r"annot open source file|<<<")
 
 _OWN_HEADER = re.compile(r'^\s*#\s*include\s*"([^"\n]+)"', re.MULTILINE)
@@ -73,26 +73,26 @@ HOST_HEADERS = {
     "math.h": _CONSTANTS,
     "cmath": "#include <cuda/std/cmath>\nnamespace std { using namespace ::cuda::std; }\n#include <math.h>\n",
     "cuda.h": _TENSOR_MAP,
-    # What they declare for device code is built into NVRTC.
+    # NVRTC has their device declarations built in.
     **dict.fromkeys(
         ("cuda_runtime.h", "cuda_runtime_api.h", "device_launch_parameters.h", "stdio.h", "cstdio", "stdlib.h",
          "cstdlib", "string.h", "cstring", "assert.h", "cassert"),
         "",
     ),
 }  # fmt: skip
-"""Headers of the host's compiler and of the CUDA driver, which NVRTC has not: what a kernel takes from them."""
+"""The host compiler's and CUDA driver's headers that NVRTC lacks, reduced to what kernels use of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """CUDA C++ of a file, or of none, for a target."""
+    """CUDA C++ from a file, or given as text (`file` is ""), for a target."""
 
     text: str
     target: str
     file: str
 
     def placed(self, folder: Path) -> Path:
-        """Written to `folder`. Line information and the compiler's complaints name the file, not this copy."""
+        """Writes it to `folder`. Line information and compiler messages name the original file, not this copy."""
         line = f"#line 1 {json.dumps(self.file, ensure_ascii=False)}\n" if self.file else ""
         place = folder / TEXT_NAME
         place.write_text(line + self.text, "utf-8")
@@ -100,24 +100,25 @@ class _Source:
 
     @property
     def folder(self) -> str:
-        """Where its own includes are; empty for text."""
+        """The folder of its own includes; empty for text."""
         return str(Path(self.file).parent) if self.file else ""
 
 
 class _WordsError(Exception):
-    """What a compiler says to a source that it does not compile."""
+    """A compiler's messages for a source that it does not compile."""
 
 
 def compiled(text: str, target: str, file: str = "") -> str:
-    """PTX of CUDA C++ `text`, of the file whose absolute name is `file`, by the first compiler that can.
+    """Compiles CUDA C++ `text`, read from the file with absolute name `file`, to PTX with the first compiler that can.
 
-    LaunchRefusedError with the compilers' words for text that does not compile; UnsupportedError if none is there.
+    LaunchRefusedError with the compilers' messages if the text does not compile; UnsupportedError if there is no
+    compiler.
     """
     return _compiled(_Source(text, target, file), tuple(_included(text, Path(file).parent, set())) if file else ())
 
 
 def _included(text: str, folder: Path, seen: set[Path]) -> Iterator[tuple[str, str]]:
-    """Its own headers, and theirs, with their content: a kernel is compiled again when one of them was edited."""
+    """Its own headers, recursively, with their content: editing one of them must recompile the kernel."""
     for name in _OWN_HEADER.findall(text):
         place = folder / name
         if place in seen:
@@ -147,7 +148,7 @@ def _compiled(source: _Source, _headers: tuple[tuple[str, str], ...]) -> str:
 
 
 def available() -> list[str]:
-    """The compilers of CUDA C++ that are here, in the order in which they are asked."""
+    """The installed CUDA C++ compilers, in the order in which they are tried."""
     return [name for name, _ in _compilers()]
 
 
@@ -160,14 +161,14 @@ def _compilers() -> Iterator[tuple[str, Callable[[_Source], str]]]:
 
 
 def nvccs() -> list[str]:
-    """nvcc of the path, of /usr/local/cuda and of a wheel, which lacks the headers of CCCL; each once."""
+    """Every nvcc once: on the path, in /usr/local/cuda and in a wheel. The wheel's lacks the CCCL headers."""
     wheels = [str(place / "bin") for place in _wheel_folders()]
     places = (shutil.which("nvcc", path=path) for path in (None, "/usr/local/cuda/bin", *wheels))
     return list(dict.fromkeys(found for found in places if found))
 
 
 def nvrtc_binding() -> Any:
-    """cuda.bindings.nvrtc, None where it or the library is not there."""
+    """cuda.bindings.nvrtc; None if it or the library is not installed."""
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         code, *_ = nvrtc.nvrtcVersion()
@@ -198,10 +199,11 @@ _DATA = re.compile(r"^\s*\.b8\s+([\d,\s]+)", re.MULTILINE)
 
 
 def _with_own_id(ptx: str, source: _Source) -> str:
-    """`ptx` with an identity of `source` in names of internal linkage, where nvcc has one of its folder.
+    """Replaces the ID that nvcc puts into names with internal linkage, derived from the temporary folder, by one
+    derived from `source`.
 
-    The same source is the same PTX in every run. The names stand in the text and, as bytes, in the names of functions
-    for lines.
+    This way one source gives the same PTX in every run. The names occur in the text and, as bytes, in the function
+    names of the line information.
     """
     own = sha256(f"{source.file}\0{source.text}".encode()).hexdigest()[:8]
     ptx = _MODULE_ID.sub(own, ptx)
@@ -218,7 +220,7 @@ def _with_own_id(ptx: str, source: _Source) -> str:
 def _by_nvrtc(nvrtc: Any, version: str, source: _Source) -> str:
     with scratch_folder("nvrtc") as folder:
         place, headers, host = source.placed(folder), folder / "cuda", folder / "host"
-        # As with nvcc's --expt-relaxed-constexpr, a function of no annotation may be called by a kernel.
+        # Lets kernels call functions without annotation, as nvcc's --expt-relaxed-constexpr does.
         options = [f"--gpu-architecture={source.target.replace('sm_', 'compute_')}", "--std=c++17", "-lineinfo",
                    "-default-device"]  # fmt: skip
         options += [f"-I{source.folder}"] if source.folder else []
@@ -226,7 +228,7 @@ def _by_nvrtc(nvrtc: Any, version: str, source: _Source) -> str:
             options += _bundled(nvrtc, headers)
             _write_host_headers(host)
             options.append(f"-I{host}")
-        # The name of a header is the same in every run.
+        # Headers get the same name in every run.
         names = {str(place): TEXT_NAME, str(headers): f"/NVRTC-{version}", str(host): "/megamoe-host-headers"}
 
         def named(text: str) -> str:
@@ -242,7 +244,7 @@ def _by_nvrtc(nvrtc: Any, version: str, source: _Source) -> str:
             words = named(_text(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)).strip()
         finally:
             nvrtc.nvrtcDestroyProgram(program)
-        # An option that this version does not know leaves no log.
+        # There is no log if this version does not know an option.
         words = words or str(nvrtc.nvrtcGetErrorString(code)[1], "ascii")
         if _HOST_CODE.search(words):
             words += f"\n{NO_HOST_CODE if headers.exists() or 'open source file' not in words else NO_HEADERS}"
@@ -257,8 +259,8 @@ def _text(program: Any, get_size: Callable[..., Any], get: Callable[..., Any]) -
 
 
 def _bundled(nvrtc: Any, folder: Path) -> list[str]:
-    """Options for CUDA's headers: those inside of NVRTC 13.3 and later, else those of a toolkit or of wheels."""
-    with suppress(Exception):  # of a binding or a library from before
+    """Options for CUDA's headers: the ones bundled with NVRTC 13.3 and later, else those of a toolkit or of wheels."""
+    with suppress(Exception):  # an older binding or library lacks the call
         code, info, *_ = nvrtc.nvrtcGetBundledHeadersInfo()
         if not int(code) and info.available:
             return [f"--use-bundled-headers={folder}"]

@@ -5,9 +5,9 @@
 
     megamoe.cutedsl.run(fn, x, y, 3.0, target="sm_100a")
 
-`fn` is a cute.jit function, an object whose __call__ is one, or what cute.compile made of it. CuTeDSL compiles it and
-packs its arguments as ever; its host code runs on this processor, and the kernels that it launches on the machine.
-`install` does the same for a whole process, so that functions are called as on a device.
+`fn` is a cute.jit function, an object whose __call__ is one, or the result of cute.compile. CuTeDSL compiles it and
+packs its arguments as usual. Its host code runs on this processor, the kernels that it launches run on the machine.
+`install` does the same for a whole process, so functions can be called as on a device.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from cutlass.cute import testing as cute_testing
 from cutlass.cutlass_dsl import CuTeDSL
 
 SM_COUNT = 4
-"""What persistent kernels are told by default: few, so that each CTA does several tiles."""
+"""The SM count that persistent kernels see by default. It is small so that each CTA does several tiles."""
 _PREFIX = "megamoe"
 _TENSOR, _POINTER, _FLOAT = "cute.Tensor", "cute.Pointer", "float"
 _CUDA = 2
 """kDLCUDA (dlpack.h)."""
 _FIRST_ADDRESS, _LAST_ADDRESS = 1 << 40, 1 << 47
-"""Where a process has its memory; packed sizes are smaller, packed floats larger."""
+"""The range of this process's addresses. Packed sizes lie below it, packed floats above."""
 
 
 def run(
@@ -61,14 +61,15 @@ def run(
     accumulate: str = "fast", step_budget: int = 200_000_000, profile: str = "default",
     suppress: str | Path | None = None, **named: object,
 ) -> Any:  # fmt: skip
-    """Call `fn` and run every kernel that it launches, to its end; returns what `fn` returns.
+    """Call `fn`, run every kernel that it launches to its end, and return what `fn` returns.
 
-    `args`, `named`: torch CPU tensors and NumPy arrays (they become cute tensors, 16 bytes aligned if they are), cute
-    tensors and pointers of cute.runtime, numbers, tuples, streams: what CuTeDSL takes. `sm_count`: the SMs that
-    HardwareInfo and the host code see. The other options are those of megamoe.vm.Device.
+    `args`, `named`: whatever CuTeDSL accepts, that is torch CPU tensors and NumPy arrays (they become cute tensors,
+    with assumed alignment 16 if they are 16-byte aligned), cute tensors and pointers of cute.runtime, numbers, tuples,
+    streams. `sm_count`: the number of SMs that HardwareInfo and the host code see. The other options are those of
+    megamoe.vm.Device.
 
-    KernelFault for the first rule that a kernel breaks, LaunchRefusedError for host code or a launch that no GPU would
-    take, UnsupportedError for what the machine lacks. Errors of CuTeDSL pass through.
+    KernelFault for findings that count in the profile and for one that ends a launch, LaunchRefusedError for host code
+    or a launch that no GPU would accept, UnsupportedError for what the machine lacks. Errors of CuTeDSL pass through.
     """
     options = {"sm_count": sm_count, "schedule": schedule, "accumulate": accumulate, "step_budget": step_budget}
     with _installed(Device(target, profile=profile, suppress=suppress, **options)):
@@ -81,7 +82,7 @@ def install(
 ) -> Device:  # fmt: skip
     """Let every cute.jit function of this process run on the machine, until `uninstall`. Options as in `run`.
 
-    `target`: or the device itself.
+    `target`: a target name or a Device.
     """
     uninstall()
     options = {"sm_count": sm_count, "schedule": schedule, "accumulate": accumulate, "step_budget": step_budget}
@@ -94,7 +95,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Let functions run on a device again."""
+    """Let functions run on a GPU again."""
     if _INSTALLED:
         _INSTALLED.pop().__exit__(None, None, None)
 
@@ -104,7 +105,7 @@ _INSTALLED: list[Any] = []
 
 @contextmanager
 def _installed(device: Device) -> Iterator[None]:
-    """Everything of CuTeDSL that has to know of a machine knows of it."""
+    """Patch every part of CuTeDSL that has to know about the machine."""
     dsl = CuTeDSL._get_dsl()
     arch, file_caching = dsl.envar._arch, dsl.envar.disable_file_caching
     sm_count = device.sm_count or SM_COUNT
@@ -138,11 +139,11 @@ def _installed(device: Device) -> Iterator[None]:
 
 
 _MEMORY: dict[int, Any] = {}
-"""What cudaMalloc gave, by address."""
+"""Live cudaMalloc allocations by address."""
 
 
 def _malloc(size: int) -> int:
-    """Memory of the host, aligned as a device's."""
+    """Host memory, aligned as on a device."""
     room = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
     address = -(-room.data_ptr() // _ALIGNMENT) * _ALIGNMENT
     _MEMORY[address] = room
@@ -158,7 +159,7 @@ _RUNTIME: dict[str, Callable[..., object]] = {
     "cudaStreamSynchronize": lambda stream: None,
     "cudaGetLastError": lambda: None,
 }
-"""Calls of cuda.bindings.runtime that example programs make around their kernels, as the host's."""
+"""Host versions of the cuda.bindings.runtime calls that example programs make around their kernels."""
 
 
 def _answered(answer: Callable[..., object], own: object, *asked: object) -> tuple[object, ...]:
@@ -173,15 +174,16 @@ def _tuned(
     own: object, function: Callable[..., object], *args: object, warmup_iterations: int = 0, iterations: int = 0,
     use_cold_l2: bool = True, print_verbose: bool = False, current_stream: object = None, **named: object,
 ) -> float:  # fmt: skip
-    """In the place of what times a configuration: the last call of a tuner is the one whose results are seen."""
+    """Stands in for the function that times a configuration. A tuner's last call makes the results that count."""
     function(*args, **named)
     return 1.0
 
 
 def _timed(own: object, function: Callable[..., object], *rest: object, **options: Any) -> float:
-    """In the place of what times a function: there is no clock, so that each takes as long as another, in us.
+    """Stands in for the function that times a function. Without a clock, everything takes the same 1.0 us.
 
-    It is called once on the arguments that the caller keeps; those that a generator makes nobody sees.
+    Calls the function once if the caller keeps the arguments. If a generator makes them, nothing is called: nobody sees
+    the results.
     """
     if (given := options.get("kernel_arguments")) is not None:
         function(*given.args, **given.kwargs)
@@ -189,7 +191,7 @@ def _timed(own: object, function: Callable[..., object], *rest: object, **option
 
 
 def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> tuple[Any, str, Any]:
-    """Put `replacement`(what was there, ...) in the place of a method or function; what brings it back."""
+    """Replace a method or function by `replacement`(original, ...); returns what restores it."""
     own = getattr(owner, name)
 
     def method(*args: Any, **named: Any) -> Any:
@@ -203,9 +205,10 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> tuple[An
 
 
 def _keeping_ptx(folder: str, own: Callable[..., object], options: Any, envar: Any, function: str) -> object:
-    """As the environment has it, and PTX with the lines of its source. envar.keep_ptx would turn CuTeDSL's cache off.
+    """Applies the environment's options, then asks for PTX with line information. envar.keep_ptx would disable
+    CuTeDSL's cache.
 
-    A function of TVM FFI would call the CUDA runtime by itself, so that it becomes one of CuTeDSL's own convention.
+    A TVM FFI function would call the CUDA runtime by itself, so it is compiled with CuTeDSL's own convention instead.
     """
     options.options[KeepPTX].value = options.options[GenerateLineInfo].value = True
     options.options[DumpDir].value = folder
@@ -217,7 +220,7 @@ _HOSTS: weakref.WeakKeyDictionary[Any, CompiledHost] = weakref.WeakKeyDictionary
 
 
 def _host(compiled: Any) -> CompiledHost:
-    """The host object of a compiled function, with the PTX of its kernels."""
+    """The host object of a compiled function, with its kernels' PTX."""
     if (known := _HOSTS.get(compiled)) is not None:
         return known
     ptx = compiled.__ptx__
@@ -229,7 +232,7 @@ def _host(compiled: Any) -> CompiledHost:
         )
     arguments = compiled.execution_args
     signature = arguments.signature
-    # The object describes the function's signature, pickled, and defaults such as a stream cannot be.
+    # The object contains the pickled signature, and defaults such as a stream cannot be pickled.
     plain = [one.replace(default=one.empty) for one in signature.parameters.values()]
     arguments.signature = signature.replace(parameters=plain)
     try:
@@ -246,7 +249,7 @@ def _host(compiled: Any) -> CompiledHost:
 
 
 def _with_stream(own: Callable[..., Any], arguments: Any, args: Any, named: Any) -> Any:
-    """The default stream for a parameter that TVM FFI would have filled from its environment."""
+    """Passes the default stream for a parameter that TVM FFI would have filled from its environment."""
     parameters = list(arguments.signature.parameters.values())
     left = [one for one in parameters[len(args) :] if one.name not in named and one.default is one.empty]
     streams = {one.name: CUstream(0) for one in left if "CUstream" in str(one.annotation)}
@@ -256,13 +259,13 @@ def _with_stream(own: Callable[..., Any], arguments: Any, args: Any, named: Any)
     )
     named = {name: _packed(fakes.get(name), arg) for name, arg in named.items()}
     packed, kept = own(arguments, tuple(args), {**named, **streams})
-    # CuTeDSL keeps the second list for as long as the call lasts.
+    # CuTeDSL keeps the second list alive until the call ends.
     _PACKED[:] = [*kept, *args, *named.values()]
     return packed, list(_PACKED)
 
 
 def _recorded(own: Callable[..., None], arguments: Any, args: Any, named: Any) -> None:
-    """Keep the tensors without memory for which a function was compiled: they say how it reads a tensor's layout."""
+    """Keeps the fake tensors for which a function was compiled: they define how it reads a tensor's layout."""
     own(arguments, args, named)
     names = list(arguments.signature.parameters)
     given = {**dict(zip(names, args, strict=False)), **named}
@@ -270,18 +273,18 @@ def _recorded(own: Callable[..., None], arguments: Any, args: Any, named: Any) -
 
 
 _PACKED = list[Any]()
-"""What the arguments of the call that was packed last lie in."""
+"""The objects that own the arguments of the most recently packed call."""
 
 
 def _packing(own: Callable[..., Any], dsl: Any, *args: Any, **named: Any) -> Any:
-    """As _with_stream, for the call that compiles a function."""
+    """Notes the owners of the arguments, as _with_stream does, for the call that compiles a function."""
     packed, types, kept = own(dsl, *args, **named)
     _PACKED[:] = [args, named, kept]
     return packed, types, kept
 
 
 class _PackedTensor:
-    """A tensor as host code reads it: its address, then the sizes and strides that are not known at compile time."""
+    """A tensor as host code reads it: its address, then the sizes and strides not known at compile time."""
 
     def __init__(self, fake: Any, array: Any) -> None:
         sizes, strides = _struct(fake.shape, array.shape), _struct(fake.stride, array.stride())
@@ -300,7 +303,8 @@ def _struct(symbols: Sequence[Any], values: Sequence[int]) -> ctypes.Structure:
 
 
 def _packed(fake: Any, arg: Any) -> Any:
-    """CuTeDSL packs sizes in 32 bits and strides in 64; TVM FFI packs what the function was compiled for."""
+    """`arg` in the layout that the function was compiled for. CuTeDSL packs sizes in 32 bits and strides in 64; a
+    function compiled for TVM FFI may use other widths."""
     if fake is None or not (hasattr(arg, "data_ptr") and hasattr(arg, "stride")):
         return arg
     usual = [one.width == 32 for one in fake.shape if not isinstance(one, int)]
@@ -309,14 +313,14 @@ def _packed(fake: Any, arg: Any) -> Any:
 
 
 def _run(device: Device, own: Callable[..., object], compiled: Any, pointers: Sequence[Any]) -> int:
-    """In the place of JitCompiledFunction.run_compiled_program: the arguments are packed, and nothing has run."""
+    """Stands in for JitCompiledFunction.run_compiled_program: the arguments are packed, and nothing has run yet."""
     addresses = [one if isinstance(one, int) else ctypes.cast(one, ctypes.c_void_p).value or 0 for one in pointers]
     machine = device.machine
     if not compiled.has_gpu_module:
         own(compiled, pointers)
         return 0
     host, memory = _host(compiled), _memory_behind(device, addresses)
-    # A graph calls when the caller may have let go of what the arguments lie in.
+    # A graph replays later, when the caller may have released the owners of the arguments.
     alive = (pointers, *_PACKED)
 
     def work() -> object:
@@ -334,7 +338,7 @@ def _run(device: Device, own: Callable[..., object], compiled: Any, pointers: Se
 
 
 class LaunchFailedError(DSLCudaRuntimeError, LaunchRefusedError):
-    """A launch that CUDA's runtime refuses with an error that CuTeDSL's callers may be prepared for."""
+    """A launch that the CUDA runtime refuses with an error that CuTeDSL's callers may handle."""
 
     def __init__(self, refused: LaunchRefusedError) -> None:
         self.cuda_error = refused.cuda_error
@@ -342,13 +346,13 @@ class LaunchFailedError(DSLCudaRuntimeError, LaunchRefusedError):
 
 
 _CUTE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Cute tensors by the address of their first element; each knows what it was made of."""
+"""Cute tensors by the address of their first element; each refers to its source array."""
 _FOUND: dict[int, weakref.ref[Any] | None] = {}
-"""Tensors by an address that points into them, where they were looked for; None where there was none."""
+"""For each address looked up, the tensor that it points into; None if there is none."""
 
 
 def _memory_behind(device: Device, pointers: Sequence[int]) -> Any:
-    """What the packed arguments point to: each begins with an address, or is a number."""
+    """The memory behind the packed arguments. Each argument begins with an address or is a number."""
     arrays, sought = list[Any](), list[int]()
     for pointer in pointers:
         value = ctypes.c_uint64.from_address(pointer).value
@@ -379,7 +383,7 @@ def _within(address: int, array: Any) -> bool:
 
 
 class _OnDevice:
-    """A host array that says of itself that a device holds it, so that CuTeDSL types it as global memory."""
+    """A host array that claims to be on a device, so that CuTeDSL types it as global memory."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -391,7 +395,7 @@ class _OnDevice:
         api.PyCapsule_GetPointer.restype = ctypes.c_void_p
         api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
         name = api.PyCapsule_GetName(capsule)
-        # DLManagedTensorVersioned has 32 bytes before its DLTensor; the device type follows the address there.
+        # A DLManagedTensorVersioned has 32 bytes before its DLTensor; there the device type follows the address.
         at = api.PyCapsule_GetPointer(capsule, name) + (0 if name == b"dltensor" else 32) + 8
         ctypes.c_int32.from_address(at).value = _CUDA
         return capsule
@@ -401,7 +405,7 @@ class _OnDevice:
 
 
 def _made(own: Callable[..., None], tensor: Any, source: Any, *args: Any, **named: Any) -> None:
-    """In the place of the constructor of a cute tensor."""
+    """Stands in for the constructor of a cute tensor."""
     view = view_of(source)
     own(tensor, source if view is None else _OnDevice(source), *args, **named)
     if view is not None:
@@ -410,7 +414,7 @@ def _made(own: Callable[..., None], tensor: Any, source: Any, *args: Any, **name
 
 
 def _as_cute(value: Any) -> Any:
-    """An array as a cute tensor; anything else as it is."""
+    """Converts an array to a cute tensor; returns anything else unchanged."""
     view = view_of(value)
     if view is None:
         return value

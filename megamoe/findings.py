@@ -1,6 +1,6 @@
-"""What kernels were found to do on a machine: findings, the profile that says which of them count, suppressions.
+"""Findings about kernels on a machine, the profile that decides which of them count, and suppressions.
 
-A `Ledger` keeps the findings of a run, one a site however many lanes, CTAs, launches or schedules repeat it.
+A `Ledger` keeps the findings of a run: one per site, however many lanes, CTAs, launches or schedules repeat it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ PROFILES: Mapping[Profile, frozenset[Grade]] = {
     "default": frozenset({"error"}),
     "lenient": frozenset(),
 }
-"""Which grades fail a run."""
+"""The grades that fail a run."""
 MAX_TEXT = 120
-"""Characters of an instruction in a sentence: some name 128 registers."""
+"""Longest instruction text in a sentence, in characters: some instructions name 128 registers."""
 
 
 def module_of(ptx: str) -> str:
-    """12 hexadecimal digits that tell one module from another."""
+    """12 hexadecimal digits that identify a module."""
     return sha256(ptx.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A line of a source file, or of PTX. `column` 0: unknown. `function`: the one whose code was inlined, or ""."""
+    """A line of a source file or of PTX. `column` 0: unknown. `function`: the inlined function, or ""."""
 
     file: str
     line: int
@@ -46,13 +46,13 @@ class SourceLine:
 
     @classmethod
     def of(cls, places: Sequence[SourceLike]) -> tuple[SourceLine, ...]:
-        """What a machine says of an instruction, innermost first."""
+        """Converts a machine's source places, innermost first."""
         return tuple(cls(one.file, one.line, one.column, one.function) for one in places)
 
 
 @dataclass(frozen=True, slots=True)
 class CollidingAccess:
-    """The access that a finding collides with: `who` has `did` ("wrote") it at PTX `line`, 0 if unknown."""
+    """The access that a finding collides with: `who` did `did` (such as "wrote") at PTX `line`, 0 if unknown."""
 
     who: str
     did: str
@@ -61,7 +61,7 @@ class CollidingAccess:
 
     @classmethod
     def of(cls, access: AccessLike) -> CollidingAccess:
-        """What a machine says of it."""
+        """Converts a machine's description of the access."""
         return cls(access.who, access.did, access.line, SourceLine.of(access.source))
 
     def __str__(self) -> str:
@@ -71,12 +71,12 @@ class CollidingAccess:
 
 @dataclass(frozen=True, slots=True)
 class KernelFinding:
-    """A rule that a kernel broke at one site: where, what it collides with, which order is missing, how to mend it.
+    """A rule that a kernel broke at one site: where, what it collides with, which ordering is missing, how to mend it.
 
-    `detail`: what happened, with the values of the first time. `source`: innermost first, () where nothing is said of
-    PTX `line`. `where`: CTA and warp, or the copy. `section`: of the PTX ISA. `reliance`: who relies on more than it
-    promises. `ends`: the launch could not go on. `origin`: the file of the PTX or CUDA C++, if any. `module`: module_of
-    its PTX.
+    `detail`: what happened, with the values of the first occurrence. `source`: innermost first, () if nothing is known
+    about PTX `line`. `where`: CTA and warp, or the copy. `section`: of the PTX ISA. `reliance`: who relies on more than
+    the ISA promises. `ends`: the launch could not continue. `origin`: the file of the PTX or CUDA C++, if any.
+    `module`: module_of its PTX.
     """
 
     rule: str
@@ -102,7 +102,7 @@ class KernelFinding:
 
     @classmethod
     def of(cls, fault: FaultLike, origin: str = "", module: str = "") -> KernelFinding:
-        """What a machine found."""
+        """Converts a machine's fault."""
         about = fault.about
         return cls(
             fault.rule,
@@ -129,10 +129,10 @@ class KernelFinding:
 
     @property
     def site(self) -> tuple[object, ...]:
-        """What two findings have in common that are one: the rule, and the instructions of both accesses.
+        """Identifies equal findings: the rule, and the instructions of both accesses.
 
-        A PTX line names an instruction of one module only. Where the source is known, variants of a kernel that a
-        compiler made of the same lines share their findings.
+        A PTX line identifies an instruction only within one module. Where the source is known, kernel variants compiled
+        from the same lines share their findings.
         """
         accesses = {(self.line, self._home(self.source))}
         if self.other is not None:
@@ -140,17 +140,17 @@ class KernelFinding:
         return self.rule, self.origin, self.kernel, frozenset(accesses)
 
     def _home(self, source: tuple[SourceLine, ...]) -> object:
-        # A relative name, such as that of CUDA C++ given as text, is that of many a source.
+        # Many sources share a relative name, such as the one for CUDA C++ given as text.
         return source if source and PurePath(source[0].file).is_absolute() else self.module
 
     @property
     def place(self) -> SourceLine:
-        """The innermost line of the source, else the PTX line."""
+        """The innermost source line, else the PTX line."""
         return self.source[0] if self.source else self.ptx_place
 
     @property
     def ptx_place(self) -> SourceLine:
-        """The PTX line, in the file of the PTX or else in one that has the name of the kernel."""
+        """The PTX line, in the PTX file if there is one, else in a file with the kernel's name."""
         return SourceLine(self.origin if self.origin.endswith(".ptx") else f"{self.kernel}.ptx", max(self.line, 1))
 
     @property
@@ -178,7 +178,7 @@ class KernelFinding:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> KernelFinding:
-        """Of what dataclasses.asdict made of one; keys that it does not know are left out."""
+        """Rebuilds a finding from the result of dataclasses.asdict; unknown keys are ignored."""
         values = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
         values["source"] = tuple(SourceLine(**one) for one in values["source"])
         if (other := values.get("other")) is not None:
@@ -192,10 +192,10 @@ class KernelFinding:
 
 @dataclass(frozen=True, slots=True)
 class Suppression:
-    """Findings of `rule` that somebody has looked at: at a `place` in the source, of a `kernel` (a glob), or both.
+    """Reviewed findings of `rule`: at a `place` in the source, of a `kernel` (a glob), or both.
 
-    `place`: FILE, FILE:LINE or FILE:FIRST-LAST, where FILE is the end of a path, no glob. `where`: "suppress.yaml, line
-    3". A finding lies where its access is; the place of the other access suppresses nothing.
+    `place`: FILE, FILE:LINE or FILE:FIRST-LAST, where FILE is the end of a path, not a glob. `where`: "suppress.yaml,
+    line 3". The place of the finding's own access counts; the place of the other access suppresses nothing.
     """
 
     rule: str
@@ -205,9 +205,9 @@ class Suppression:
     where: str = ""
 
     def matches(self, finding: KernelFinding) -> bool:
-        """Whether it speaks about `finding`: any of its source lines may be meant, or the line of a file of PTX.
+        """Whether it applies to `finding`. Any of the source lines may match, or the line of a PTX file.
 
-        A line of another file is one of the source: PTX lines have numbers of their own.
+        A line of any other file is a source line: PTX lines are numbered on their own.
         """
         if self.rule != finding.rule or (self.kernel and not fnmatchcase(finding.kernel, self.kernel)):
             return False
@@ -236,13 +236,13 @@ def _place(text: str) -> tuple[str, int, int]:
 
 
 def _is_end(file: str, path: str) -> bool:
-    """Whether `file` is the last parts of `path`, or all of them."""
+    """Whether `file` is the last parts of `path`, or the whole path."""
     wanted, parts = PurePath(file).parts, PurePath(path).parts
     return bool(wanted) and parts[-len(wanted) :] == wanted
 
 
 def _wrong_key(key: str, value: str, rules: Collection[str] | None) -> str:
-    """What is wrong with a key's value, "" if nothing is."""
+    """Says what is wrong with a key's value; "" if nothing is."""
     from megamoe.spec.marked_yaml import nearest
 
     if key == "rule" and rules is not None and value not in rules:
@@ -259,10 +259,10 @@ def _wrong_key(key: str, value: str, rules: Collection[str] | None) -> str:
 def read_suppressions(path: str | Path, rules: Collection[str] | None = None) -> tuple[Suppression, ...]:
     """The entries of a YAML file: a list of mappings with `rule`, `reason`, and `place`, `kernel` or both.
 
-    SpecError, a ValueError, with file, line and key for a file that cannot be used: one that names a rule that is not
-    in `rules` (None: any is taken), a place without lines, or every kernel and no place.
+    Raises SpecError, a ValueError, with file, line and key for an unusable file: one that names a rule not in `rules`
+    (None: any is accepted), a place without lines, or every kernel and no place.
     """
-    # Only who suppresses needs YAML.
+    # Only suppressions need YAML.
     from megamoe.spec.marked_yaml import read_marked_yaml
 
     document = read_marked_yaml(Path(path))
@@ -295,7 +295,7 @@ def read_suppressions(path: str | Path, rules: Collection[str] | None = None) ->
 
 @dataclass(slots=True)
 class Ledger:
-    """The findings of a run, one a site; `used`: suppressions that have matched."""
+    """The findings of a run, one per site. `used`: the suppressions that have matched."""
 
     profile: Profile = "default"
     suppressions: tuple[Suppression, ...] = ()
@@ -304,9 +304,9 @@ class Ledger:
 
     @classmethod
     def of(cls, profile: str, suppress: str | Path | None, rules: Collection[str] | None = None) -> Ledger:
-        """ValueError for a profile that does not exist, or a file of suppressions that cannot be used.
+        """Opens a ledger. ValueError for an unknown profile or an unusable file of suppressions.
 
-        `rules`: those of the machine, which suppressions may name.
+        `rules`: the machine's rules, which suppressions may name.
         """
         if profile not in PROFILES:
             raise ValueError(f"there is no profile {profile!r}; there are {', '.join(get_args(Profile))}")
@@ -314,11 +314,11 @@ class Ledger:
 
     @property
     def findings(self) -> list[KernelFinding]:
-        """All of them, in the order in which they were first found."""
+        """All findings, in the order of their first occurrence."""
         return list(self.by_site.values())
 
     def take(self, found: Iterable[KernelFinding]) -> list[KernelFinding]:
-        """Add findings, and return those at sites that are new."""
+        """Adds findings and returns those at new sites."""
         fresh: list[KernelFinding] = []
         for one in found:
             known = self.by_site.get(one.site)
@@ -330,7 +330,7 @@ class Ledger:
         return fresh
 
     def suppression_of(self, finding: KernelFinding) -> Suppression | None:
-        """The entry that speaks about `finding`. None speaks about one that ended its launch: the results are lost."""
+        """The entry that matches `finding`. A finding that ended its launch has none, because the results are lost."""
         for one in () if finding.ends else self.suppressions:
             if one.matches(finding):
                 self.used.add(one)
@@ -348,19 +348,19 @@ class Ledger:
 
     @property
     def tally(self) -> str:
-        """How many there are, and how many of them count."""
+        """How many findings there are, and how many of them count."""
         count, failing = len(self.findings), len(self.failing)
         of_them = f"{failing} of them count{'s' * (failing == 1)} in the profile {self.profile}"
         return f"{count} finding{'s' * (count != 1)}, {of_them}"
 
     @property
     def stale(self) -> list[Suppression]:
-        """Suppressions that speak about nothing that was found."""
+        """Suppressions that match no finding."""
         return [one for one in self._unused if not self._ended_at(one)]
 
     @property
     def without_effect(self) -> list[Suppression]:
-        """Suppressions that speak about faults only that ended their launch: those count all the same."""
+        """Suppressions that match only faults that ended their launch; these count regardless."""
         return [one for one in self._unused if self._ended_at(one)]
 
     @property

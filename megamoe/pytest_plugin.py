@@ -1,8 +1,8 @@
-"""`pytest --megamoe-vm sm_100a`: a test-suite of Triton or CuTeDSL kernels runs on the machine, with no GPU.
+"""`pytest --megamoe-vm sm_100a`: runs a test suite of Triton or CuTeDSL kernels on the machine, with no GPU.
 
-Tensors on "cuda" lie on the host (megamoe.torch_cuda), kernels run on the machine, and a rule that a kernel breaks
-fails the test that launched it, even where the test catches the exception. `--megamoe-findings FILE` writes what was
-found, as text, JSON, SARIF or JUnit XML by the name of the file.
+Tensors on "cuda" lie on the host (megamoe.torch_cuda), and kernels run on the machine. A kernel that breaks a rule
+fails the test that launched it, even if the test catches the exception. `--megamoe-findings FILE` writes the findings
+as text, JSON, SARIF or JUnit XML, depending on the file name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FAULTS = pytest.StashKey[list[Exception]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options."""
+    """Adds the --megamoe options."""
     group = parser.getgroup("megamoe", "kernels on a machine without a GPU")
     group.addoption("--megamoe-vm", metavar="TARGET", help="run kernels on a machine of this target: sm_90a, sm_100a")
     group.addoption("--megamoe-schedule", metavar="NAME", default="eager", help="eager, lazy or random:SEED")
@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Open the doors before a test module is imported, since modules ask whether there is a GPU."""
+    """Opens the doors before a test module is imported, because modules check for a GPU at import."""
     target = config.getoption("--megamoe-vm")
     if target is None:
         idle = [name for name in ("suppress", "findings", "timeout") if config.getoption(f"--megamoe-{name}")]
@@ -78,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
                 _check_writable(file)
     except (UnsupportedError, ValueError) as refused:
         raise pytest.UsageError(f"--megamoe-vm: {refused}") from None
-    # Torch takes seconds to import: what is refused above is refused before that.
+    # Torch takes seconds to import, so the options are checked first.
     from megamoe import torch_cuda
 
     opened.enter_context(torch_cuda.on_host(target, sm_count))
@@ -106,7 +106,7 @@ def _timeout(config: pytest.Config) -> float | None:
 
 
 def _check_writable(file: Path) -> None:
-    """Make the folder of `file`. ValueError if nothing can be written there, which is better said before the tests."""
+    """Makes the folder of `file`. ValueError, before any test runs, if nothing can be written there."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir():
@@ -131,13 +131,13 @@ def _open(name: str, device: Device, sm_count: int, opened: ExitStack) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Which machine."""
+    """Names the machine's target."""
     device = config.stash.get(_DEVICE, None)
     return f"megamoe: kernels run on a machine of {device.machine.target}" if device else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Findings that count, then a line about the others."""
+    """Prints the findings that count, the remarks about suppressions, and the tally."""
     device = config.stash.get(_DEVICE, None)
     if device is None or not (device.findings or device.ledger.remarks):
         return
@@ -151,7 +151,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the findings of this process."""
+    """Writes the findings of this process."""
     config = session.config
     device, files = config.stash.get(_DEVICE, None), _files(config)
     if device is None or not files:
@@ -159,7 +159,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     from megamoe.export.findings import CheckedRun, form_of, rendered
 
     for path in files:
-        # With pytest-xdist each worker has kernels of its own, and so a file of its own.
+        # Each pytest-xdist worker runs kernels of its own, so it gets a file of its own.
         if (worker := getattr(config, "workerinput", {}).get("workerid")) is not None:
             path = path.with_name(f"{path.stem}.{worker}{path.suffix}")
         path.write_text(rendered(CheckedRun(device.ledger), form_of(path)), "utf-8")
@@ -169,7 +169,7 @@ _BELOW_A_LAUNCH = frozenset({"megamoe", "backends", "contextlib", "triton", "cut
 
 
 def end_at_the_launch(fault: Exception) -> None:
-    """Cuts the traceback of `fault` where the test calls a kernel: what the machine does says nothing of the kernel."""
+    """Cuts the traceback of `fault` where the test calls a kernel: machine frames say nothing about the kernel."""
     fault.__cause__, fault.__suppress_context__ = None, True
     last = step = fault.__traceback__
     while step is not None:
@@ -183,7 +183,7 @@ def end_at_the_launch(fault: Exception) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """A finding fails the test, whether or not the test lets it pass."""
+    """A finding that counts fails the test, even if the test catches the exception."""
     faults = item.config.stash.get(_FAULTS, None)
     if faults is None:
         return (yield)
@@ -203,7 +203,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.fixture(scope="session")
 def megamoe_vm(request: pytest.FixtureRequest) -> Device:
-    """The machine that kernels run on: its `machine.counters` are those of the last launch."""
+    """The machine that kernels run on. Its `machine.counters` belong to the last launch."""
     device = request.config.stash.get(_DEVICE, None)
     if device is None:
         pytest.skip("needs --megamoe-vm TARGET")

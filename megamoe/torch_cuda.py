@@ -1,12 +1,12 @@
-"""torch.cuda without a GPU: tensors asked for on "cuda" lie on the host, and streams, events and properties are there.
+"""torch.cuda without a GPU: tensors requested on "cuda" lie on the host, and streams, events and properties exist.
 
     with megamoe.torch_cuda.on_host("sm_100a"):
         x = torch.randn(64, device="cuda")
 
-For code that allocates, synchronises and asks for properties around its kernels; megamoe's pytest plugin runs
-test-suites in it. Work is done at once, in the order of the calls, which every correct use of streams permits; what a
-graph captures is done when it is replayed. Nothing measures time: Event.elapsed_time is refused. A tensor says that it
-`is_cuda`, while its `device` stays the CPU.
+For code that allocates, synchronises and queries properties around its kernels; megamoe's pytest plugin runs test
+suites in it. Work is done immediately, in call order, which every correct use of streams permits. A graph's captured
+work is done at replay. Nothing measures time: Event.elapsed_time is refused. A tensor reports `is_cuda` as true, while
+its `device` stays the CPU.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megamoe.vm import begin_capture, capturing, end_capture, submit
 
 _NAMES = {"sm_90a": "megamoe vm, sm_90a", "sm_100a": "megamoe vm, sm_100a"}
 MEMORY = 64 << 30
-"""What the device says it has, bytes: kernels size their workspaces by it."""
+"""The device's memory size in bytes, which kernels use to size their workspaces."""
 
 
 class HostStream:
-    """A stream: everything on it is over. Its handle is CUDA's default stream."""
+    """A stream whose work is always complete. Its handle is that of CUDA's default stream."""
 
     cuda_stream = 0
     stream_id = 0
@@ -49,47 +49,47 @@ class HostStream:
     def __exit__(self, *error: object) -> None: ...
 
     def query(self) -> bool:
-        """Always done."""
+        """Returns True: all work is complete."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing is outstanding."""
+        """Returns at once: nothing is outstanding."""
 
     def wait_event(self, event: object) -> None:
-        """What the event stands for is over."""
+        """Returns at once: the event has already happened."""
 
     def wait_stream(self, stream: object) -> None:
-        """What is on the stream is over."""
+        """Returns at once: the stream's work is complete."""
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
-        """An event that has happened."""
+        """Returns an event that has already happened."""
         return event or HostEvent()
 
 
 class HostEvent:
-    """An event: it happens when it is recorded."""
+    """An event that happens as soon as it is recorded."""
 
     cuda_event = 0
-    """The handle, for launches that signal an event: 0 until it is recorded first, as torch has it."""
+    """The handle, for launches that signal an event. As in torch, it is 0 until the first record."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None: ...
 
     def record(self, stream: object = None) -> None:
-        """It has happened."""
+        """Records the event, which happens at once."""
         self.cuda_event = self.cuda_event or next(_HANDLES)
 
     def wait(self, stream: object = None) -> None:
-        """It has happened."""
+        """Returns at once: the event has happened."""
 
     def synchronize(self) -> None:
-        """It has happened."""
+        """Returns at once: the event has happened."""
 
     def query(self) -> bool:
-        """It has happened."""
+        """Returns True: the event has happened."""
         return True
 
     def elapsed_time(self, other: object) -> float:
-        """UnsupportedError: a machine without a clock."""
+        """Raises UnsupportedError: the machine has no clock."""
         raise UnsupportedError("the machine has no clock, so that no time passes between two events")
 
 
@@ -97,36 +97,36 @@ _HANDLES = count(16, 16)
 
 
 class HostGraph:
-    """A graph (torch.cuda.CUDAGraph): launches and torch's own work, done at each replay."""
+    """A graph (torch.cuda.CUDAGraph): launches and torch's own work, repeated at each replay."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._work = list[Callable[[], object]]()
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
-        """What follows waits for the replay."""
+        """Work submitted from here on waits for the replay."""
         begin_capture(self._work.append)
 
     def capture_end(self) -> None:
-        """What follows is done at once."""
+        """Work submitted from here on is done immediately."""
         end_capture(self._work.append)
 
     def replay(self) -> None:
-        """Do it all, in order."""
+        """Does all captured work, in order."""
         for work in self._work:
             work()
 
     def reset(self) -> None:
-        """Forget what was captured."""
+        """Drops what was captured."""
         self._work.clear()
 
     def pool(self) -> tuple[int, int]:
-        """A handle of the memory that it would keep."""
+        """A handle of the memory pool that a CUDA graph would have."""
         return 0, id(self)
 
 
 @contextmanager
 def captured(cuda_graph: HostGraph, *asked: object, **options: object) -> Iterator[None]:
-    """torch.cuda.graph."""
+    """Stands in for torch.cuda.graph."""
     cuda_graph.capture_begin()
     try:
         yield
@@ -135,7 +135,8 @@ def captured(cuda_graph: HostGraph, *asked: object, **options: object) -> Iterat
 
 
 def _into_graph(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """A call of torch inside of a capture: what writes to a tensor waits; what makes one is done now and again."""
+    """A torch call during a capture. One that writes to a tensor waits for the replay; one that makes a tensor runs now
+    and again at each replay."""
     name = getattr(func, "__name__", "")
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or named.get("out") is not None:
         submit(partial(func, *args, **named))
@@ -147,15 +148,15 @@ def _into_graph(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str
 
 
 class HostGenerator(torch.Generator):
-    """A generator of the host, whatever device is named."""
+    """A host generator, whatever device is named."""
 
     def __new__(cls, device: object = None) -> HostGenerator:
-        """`device` is dropped."""
+        """Ignores `device`."""
         return super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 
 
 class _CudaIsHost(TorchFunctionMode):
-    """Every call of torch that names the device "cuda" names the CPU instead."""
+    """Replaces the device "cuda" by the CPU in every torch call."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -168,7 +169,7 @@ class _CudaIsHost(TorchFunctionMode):
         named = {key: _host_device(value) for key, value in (kwargs or {}).items() if key != "pin_memory"}
         given = tuple(map(_host_device, args))
         made = _into_graph(func, given, named) if capturing() else func(*given, **named)
-        # What is given back as it came has its allocation, and autograd may keep it.
+        # A tensor that is returned as it was passed in keeps its allocation, and autograd may keep it.
         if type(made) is torch.Tensor and name in _ALLOCATING and not any(made is one for one in given):
             _align(made)
         return made
@@ -180,11 +181,11 @@ _ALLOCATING = {
     "to", "zeros", "zeros_like",
 }  # fmt: skip
 ALIGNMENT = 256
-"""Bytes, of each allocation: the least that cudaMalloc gives. Host code that makes tensor maps asks for it."""
+"""Alignment of each allocation in bytes: cudaMalloc's minimum. Host code that makes tensor maps requires it."""
 
 
 def _align(tensor: torch.Tensor) -> None:
-    """Give a tensor that has an allocation to itself one that is aligned as a device's would be."""
+    """Moves a tensor that has an allocation to itself to one aligned as on a device."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor._base is not None:
         return
     storage = tensor.untyped_storage()
@@ -207,9 +208,9 @@ def _host_device(value: Any) -> Any:
 
 @contextmanager
 def on_host(target: str = "sm_100a", sm_count: int = 4) -> Iterator[None]:
-    """torch.cuda as that of one GPU of `target` with `sm_count` SMs, whose memory is the host's.
+    """torch.cuda of one GPU of `target` with `sm_count` SMs, backed by host memory.
 
-    UnsupportedError for another target.
+    Raises UnsupportedError for a target without a machine.
     """
     if target not in TARGETS:
         raise UnsupportedError(f"there is no machine for the target {target!r}; there is {' and '.join(TARGETS)}")
@@ -225,7 +226,7 @@ def on_host(target: str = "sm_100a", sm_count: int = 4) -> Iterator[None]:
 
 
 def _answers(target: str, sm_count: int) -> dict[str, Any]:
-    """What takes the place of the names of torch.cuda."""
+    """The replacements for the names in torch.cuda."""
     capability = divmod(int(target.strip("sm_a")), 10)
     properties = SimpleNamespace(
         name=_NAMES[target], major=capability[0], minor=capability[1], total_memory=MEMORY,
@@ -258,7 +259,7 @@ def _answers(target: str, sm_count: int) -> dict[str, Any]:
         "synchronize": same(None),
         "empty_cache": same(None),
         "ipc_collect": same(None),
-        # Not torch.manual_seed, which calls these.
+        # Not torch.manual_seed, because it calls these two.
         "manual_seed": torch.default_generator.manual_seed,
         "manual_seed_all": torch.default_generator.manual_seed,
         "get_rng_state": lambda *asked: torch.get_rng_state(),

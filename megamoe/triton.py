@@ -1,13 +1,14 @@
 # pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
 # Triton types its base classes loosely.
-"""The door for Triton and Gluon: `install("sm_100a")`, then `kernel[grid](cpu_tensors)` as ever, with no GPU.
+"""The door for Triton and Gluon: `install("sm_100a")`, then `kernel[grid](cpu_tensors)` as usual, with no GPU.
 
     import megamoe.triton
 
     megamoe.triton.install("sm_100a")
     kernel[(8,)](x, y, n, BLOCK=128)
 
-Triton compiles as for the GPU and stops at PTX; the machine runs it on the memory of CPU tensors. Triton 3.7 to 3.9.
+Triton compiles as for the GPU and stops at PTX; the machine runs the PTX on the memory of CPU tensors. Triton 3.7 to
+3.9.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from triton.runtime.driver import driver as active_driver
 from triton.runtime.jit import JITCallable
 
 Chosen = Mapping[str, Mapping[str, object]] | Callable[[Sequence[Any]], Any]
-"""Configurations of autotuned kernels: some meta-parameters by kernel name, or a function that picks one of many."""
+"""Configurations for autotuned kernels: some meta-parameters by kernel name, or a function that picks one."""
 
 MAX_DYNAMIC_SMEM = 232_448
-"""Bytes that a CTA can opt in to on sm_90 and sm_100 (CUDA programming guide, compute capabilities)."""
+"""Bytes of shared memory that a CTA of sm_90 or sm_100 can opt in to (CUDA programming guide, compute capabilities)."""
 
-# The formats of fill_tma_descriptor_tiled: CUtensorMapDataType and CUtensorMapSwizzle, in their order.
+# fill_tma_descriptor_tiled gets numbers: CUtensorMapDataType and CUtensorMapSwizzle, in this order.
 _MAP_DTYPES = (
     "u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16", "f32_ftz", "tf32", "tf32_ftz", "b4x16",
     "b4x16_p64", "b6x16_p32",
@@ -67,12 +68,12 @@ def install(
     accumulate: str = "fast", step_budget: int = 200_000_000, profile: str = "default",
     suppress: str | Path | None = None,
 ) -> MachineDriver:  # fmt: skip
-    """Make the machine Triton's active driver in this process, until `uninstall`. `target`: or the device itself.
+    """Make the machine Triton's active driver in this process, until `uninstall`. `target`: a target name or a Device.
 
-    `sm_count`: what persistent kernels are told. `autotune`: which configuration of an autotuned kernel runs, as
-    {"kernel": {"BLOCK_M": 64}} or as a function of the configurations; else the first that fits, since the machine has
-    no clock to choose by. The other options are those of megamoe.vm.Device. UnsupportedError for another target,
-    ValueError for options that mean nothing.
+    `sm_count`: the SM count that persistent kernels see. `autotune`: the configuration that an autotuned kernel runs,
+    as {"kernel": {"BLOCK_M": 64}} or as a function of the configurations. By default the first one that fits runs,
+    because the machine has no clock to choose by. The other options are those of megamoe.vm.Device. UnsupportedError
+    for a target without a machine, ValueError for invalid options.
     """
     _check_options(sm_count, autotune)
     if isinstance(target, Device):
@@ -87,7 +88,7 @@ def install(
         _REPLACED.append(
             (backends["nvidia"], active_driver._default, active_driver._active, Autotuner.prune_configs, own)
         )
-        # Line information names the file of a kernel, so that a copy elsewhere is compiled anew.
+        # Line information names the kernel's file, so a copy in another file is compiled anew.
         _set_cache_key(property(lambda self: f"{own.fget(self)}-{self.fn.__code__.co_filename}"))
     backends["nvidia"] = Backend(PtxCompiler, MachineDriver)
     active_driver._default = driver
@@ -122,50 +123,50 @@ def _set_cache_key(key: Any) -> None:
 
 
 _REPLACED: list[tuple[Any, Any, Any, Any, Any]] = []
-"""What Triton had before the first install."""
+"""Triton's own objects from before the first install."""
 _NUMBERS: dict[str, int] = {}
-"""A device number a target: Triton keeps compiled kernels by it."""
+"""One device number per target, because Triton caches compiled kernels by device number."""
 
 
 class PtxCompiler(CUDABackend):
-    """Triton's own compiler without its last stage: what the driver loads is PTX."""
+    """Triton's own compiler without the last stage: the driver loads PTX."""
 
     def __init__(self, target: Any) -> None:
         super().__init__(target)
-        # Triton keeps what has this name as bytes, and the PTX of its own stage as text.
+        # Triton keeps the stage with this name as bytes, and its own PTX stage as text.
         self.binary_ext = "machine"
 
     def add_stages(self, stages: dict[str, Any], options: Any, language: Any) -> None:
-        """All stages but the assembler's, in whose place the PTX is kept as it is."""
+        """Keeps all stages but the assembler's. In its place, the PTX is passed on unchanged."""
         super().add_stages(stages, options, language)
         stages.pop("cubin", None)
         stages[self.binary_ext] = lambda ptx, metadata: ptx.encode()
 
     def hash(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Part of the key of Triton's cache on disk: nothing there may be taken for a GPU's."""
+        """Part of the key of Triton's disk cache, so that an entry is never mistaken for a GPU's."""
         return f"megamoe-{self.binary_ext}-{self.target.arch}"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedKernel:
-    """What Triton calls a function: a kernel that is ready to be launched."""
+    """A loaded kernel, ready to launch. Triton calls it a function."""
 
     ptx: str
     entry: str
 
 
 _REGISTERS = 64
-"""What a thread is said to have: no assembler has counted, and kernels divide by it to find their occupancy."""
+"""The register count per thread that Triton sees. No assembler counted; kernels divide by it for occupancy."""
 
 
 class MachineUtils:
-    """What Triton asks of the CUDA driver."""
+    """Stands in for the CUDA driver utilities that Triton uses."""
 
     def __init__(self, machine: KernelMachine, sm_count: int) -> None:
         self._machine, self._sm_count = machine, sm_count
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """Sizes of sm_90 and sm_100; the rates are of no machine."""
+        """Sizes of sm_90 and sm_100; the clock rates and the bus width are placeholders."""
         return {
             "max_shared_mem": MAX_DYNAMIC_SMEM,
             "multiprocessor_count": self._sm_count,
@@ -177,35 +178,35 @@ class MachineUtils:
         }
 
     def load_binary(self, name: str, kernel: bytes | str, shared: int, device: int) -> tuple[object, ...]:
-        """Module, function, registers, spills and threads at most."""
+        """Returns module, function, registers, spills and the maximum number of threads."""
         ptx = kernel.decode() if isinstance(kernel, bytes) else kernel
         with sentences(self._machine):
             self._machine.entries(ptx)
         return ptx, LoadedKernel(ptx, name), _REGISTERS, 0, 1024
 
     def unload_module(self, module: object) -> None:
-        """Nothing is held."""
+        """Does nothing: no module is held."""
 
     def set_printf_fifo_size(self, size: int) -> None:
-        """There is no queue."""
+        """Does nothing: there is no printf FIFO."""
 
     def cuOccupancyMaxActiveClusters(self, *asked: object) -> int:  # noqa: N802 (the driver's name)
-        """One cluster an SM."""
+        """One cluster per SM."""
         return self._sm_count
 
     def fill_tma_descriptor_tiled(
         self, address: int, swizzle: int, size: int, dtype: int, box: Sequence[int], shape: Sequence[int],
         strides: Sequence[int], padding: int,
     ) -> bytes:  # fmt: skip
-        """128 bytes; `box`, `shape` and `strides` in elements of `size` bytes, last dimension contiguous."""
+        """The map's 128 bytes. `box`, `shape`, `strides`: in elements of `size` bytes, last dimension contiguous."""
         return self._map(address, swizzle, size, dtype, list(box)[::-1], shape, strides, padding)
 
     def fill_tma_descriptor_im2col(
         self, address: int, swizzle: int, size: int, dtype: int, block: Sequence[int], shape: Sequence[int],
         strides: Sequence[int], padding: int, *corners: Sequence[int],
     ) -> bytes:  # fmt: skip
-        """128 bytes; `block` has pixels and channels, `corners` the two of the bounding box and the traversal strides,
-        all in the order of the tensor's dimensions."""
+        """The 128 bytes of the map. `block` is (pixels, channels); `corners` are the two corners of the bounding box
+        and the traversal strides. All follow the order of the tensor's dimensions."""
         lower, upper, steps = corners
         pixels, channels = block
         return self._map(
@@ -231,7 +232,7 @@ class MachineUtils:
 
 
 class MachineLauncher:
-    """A compiled kernel with its signature. Triton makes one a kernel and calls it at each launch."""
+    """A compiled kernel with its signature. Triton makes one per kernel and calls it at each launch."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self._metadata = metadata
@@ -289,11 +290,11 @@ class MachineLauncher:
 
 
 _SCRATCH_ALIGN = 128
-"""Tensor maps that a kernel makes lie in the workspace, 128 bytes each."""
+"""Alignment of tensor maps of 128 bytes, which a kernel makes in the workspace."""
 
 
 class MachineDriver(GPUDriver):
-    """Triton's driver of a machine without a GPU. `machine` is the device, with its counters."""
+    """Triton's driver for a machine without a GPU. `machine` is the megamoe.vm.Device, with its counters."""
 
     def __init__(self, device: Device, sm_count: int, number: int) -> None:
         self.machine = device
@@ -308,44 +309,44 @@ class MachineDriver(GPUDriver):
 
     @staticmethod
     def is_active() -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        """No C is made of it."""
+        """Returns the type unchanged, because no C is generated."""
         return ty
 
     def get_current_target(self) -> Any:
-        """What Triton compiles for."""
+        """The target for which Triton compiles."""
         return GPUTarget("cuda", self._arch, 32)
 
     def get_active_torch_device(self) -> torch.device:
-        """Tensors lie on the host."""
+        """The CPU: tensors lie on the host."""
         return torch.device("cpu")
 
     def get_device_interface(self) -> Any:
-        """torch.cuda: as it is, or as megamoe.torch_cuda makes it."""
+        """torch.cuda, either the real one or megamoe.torch_cuda's."""
         return torch.cuda
 
     def get_benchmarker(self) -> Callable[..., list[float]]:
-        """There is no clock: every configuration takes as long as another."""
+        """Without a clock, all configurations take the same time."""
         return lambda call, **options: [1.0, 1.0, 1.0]
 
     def get_empty_cache_for_benchmark(self) -> torch.Tensor:
-        """There is no cache to clear."""
+        """Returns a dummy: there is no cache to clear."""
         return torch.empty(1)
 
     def clear_cache(self, cache: object) -> None:
-        """There is no cache to clear."""
+        """Does nothing: there is no cache to clear."""
 
 
 # Arguments
 
 
 def _expanded(signature: Any, maps: Any) -> list[Any]:
-    """The types of the kernel's parameters, with tensor descriptors as what they are passed as."""
+    """The types of the kernel's parameters, with each tensor descriptor replaced by the parameters that carry it."""
     expand: Any = nvidia.expand_signature
-    # Triton 3.7 has the function in this module, and the later ones have one for all drivers.
+    # Triton 3.7 defines the function in this module; later versions share one among all drivers.
     return expand(signature, maps, *(() if expand.__module__ == nvidia.__name__ else ("nvTmaDesc",)))
 
 
@@ -372,7 +373,7 @@ def _packed(kind: str, arg: Any) -> bytes:
     if kind[0] == "*":
         return struct.pack("<Q", arg.data_ptr() if hasattr(arg, "data_ptr") else arg or 0)
     if kind == "bf16":
-        # Triton's own launcher cuts, it does not round.
+        # Triton's own launcher truncates, it does not round.
         return struct.pack("<f", arg)[2:]
     if kind not in _SCALARS:
         raise LaunchRefusedError(
@@ -385,7 +386,7 @@ def _packed(kind: str, arg: Any) -> bytes:
 
 
 def _one_config(prune: Any, driver: MachineDriver, chosen: Chosen | None) -> Any:
-    """In place of Autotuner.prune_configs: leaves the configuration that shall run."""
+    """Stands in for Autotuner.prune_configs: returns only the configuration to run."""
 
     def prune_configs(self: Any, kwargs: dict[str, Any], *rest: Any) -> list[Any]:
         left = prune(self, kwargs, *rest)
@@ -408,7 +409,7 @@ def _one_config(prune: Any, driver: MachineDriver, chosen: Chosen | None) -> Any
 
 
 def _first_that_fits(tuner: Any, configs: Sequence[Any], kwargs: dict[str, Any], driver: MachineDriver) -> Any:
-    """The first configuration that compiles into what a CTA can have, as timing it on a device would find."""
+    """The first configuration that compiles within the limits of a CTA, which timing on a device would find out."""
     args = [tuner.nargs[name] for name in tuner.arg_names if name in tuner.nargs]
     driver.compiling_only = True
     try:

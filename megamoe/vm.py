@@ -48,14 +48,14 @@ _MAP_DTYPES = {
     "float8_e4m3fn": "u8", "float8_e5m2": "u8", "float8_e8m0fnu": "u8", "float4_e2m1fn_x2": "u8",
 }  # fmt: skip
 MAX_SOURCE_NAME = 200
-"""Characters of a name that a sentence repeats."""
+"""Longest name that a message repeats, in characters."""
 _SMALLEST_ADDRESS = 1 << 32
-"""No allocation of a 64-bit process lies below; tensors of counts and indices need no look."""
+"""No allocation of a 64-bit process lies below this, so tensors of counts and indices are not searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """An array of so many `bytes` as its first byte and its allocation of `size` bytes, addresses of this process."""
+    """An array of `bytes` bytes at address `first`, in an allocation of `size` bytes. Addresses are this process's."""
 
     first: int
     bytes: int
@@ -66,7 +66,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class TensorMapOf:
-    """A TMA descriptor to be: encoded when it is passed. `tensor_map` makes it, and says what the fields are."""
+    """A TMA descriptor that is encoded when it is passed. `tensor_map` makes it and documents its fields."""
 
     tensor: Any
     dtype: str
@@ -86,12 +86,12 @@ def tensor_map(
 ) -> TensorMapOf:  # fmt: skip
     """A tensor map (cuTensorMapEncodeTiled) of a torch tensor or NumPy array, to pass by value or in memory.
 
-    `box` is in elements, in the order of the tensor's own dimensions (the last one is contiguous), and so are
-    `element_strides`. `dtype`: of the map, where it is not the tensor's ("tf32", "b4x16", ...; a b4x16 map of uint8
-    bytes counts two elements a byte in its last dimension). ValueError for a tensor whose last dimension is strided.
+    `box` and `element_strides` are in elements, in the order of the tensor's own dimensions (the last one is
+    contiguous). `dtype`: the map's, where it differs from the tensor's ("tf32", "b4x16", ...; a b4x16 map of uint8
+    bytes counts two elements per byte in its last dimension). ValueError for a tensor whose last dimension is strided.
 
-    With `im2col` it is a map of cuTensorMapEncodeIm2col for a tensor [images, .., width, channels]; `box` is the number
-    of channels then, and the corners of the PixelBox are in the order of the tensor's own dimensions.
+    With `im2col` it is a cuTensorMapEncodeIm2col map for a tensor [images, .., width, channels]. `box` is then the
+    number of channels, and the corners of the PixelBox follow the order of the tensor's own dimensions.
     """
     shape, strides, bytes_each, name = _layout(tensor)
     if strides and strides[-1] != 1 and shape[-1] != 1:
@@ -118,18 +118,18 @@ def tensor_map(
 
 
 class Device:
-    """A GPU of `target` ("sm_90a" or "sm_100a") in software. Variables of a module live as long as the device.
+    """A GPU of `target` ("sm_90a" or "sm_100a") in software. Module variables live as long as the device.
 
-    `schedule` says when asynchronous work completes: "eager", "lazy" or "random:SEED"; a correct kernel computes the
-    same under all. `accumulate`: of matrix products, "fast", "exact" or "hopper"; or "ring", as in RunOptions.
-    `step_budget`: steps after which a launch counts as hung. `sm_count`: what host functions are told (None: as the
-    full product has). `machine`: the registered machine to use. `profile`: which findings raise KernelFault, "strict"
-    (errors and portability), "default" (errors) or "lenient" (none); a fault that ends its launch raises in each.
-    `suppress`: a YAML file of findings that do not count; megamoe.findings reads it.
+    `schedule`: when asynchronous work completes, "eager", "lazy" or "random:SEED"; a correct kernel computes the same
+    under all. `accumulate`: how matrix products are summed, "fast", "exact", "hopper" or "ring", as in RunOptions.
+    `step_budget`: a launch counts as hung after this many steps. `sm_count`: the SM count that host functions see
+    (None: as in the full product). `machine`: the registered machine to use. `profile`: which findings raise
+    KernelFault, "strict" (errors and portability), "default" (errors) or "lenient" (none); a fault that ends its launch
+    always raises. `suppress`: a YAML file of findings that do not count; megamoe.findings reads it.
 
-    `printed`: gets what kernels print; standard output by default. `reported`: gets each new finding that does not
-    count; a warning of the logger "megamoe" by default. `ledger` has all findings of all launches. `timeout`: host
-    seconds after which a launch raises OverdueError; None: it may take its time.
+    Attributes: `printed` receives what kernels print, by default on standard output. `reported` receives each new
+    finding that does not count, by default as a warning of the logger "megamoe". `ledger` has all findings of all
+    launches. After `timeout` host seconds a launch raises OverdueError; None means no limit.
     """
 
     def __init__(
@@ -153,16 +153,17 @@ class Device:
 
     @property
     def findings(self) -> list[KernelFinding]:
-        """What the kernels of all launches were found to do, one finding a site."""
+        """The findings of all launches, one per site."""
         return self.ledger.findings
 
     @contextmanager
     def watched(self, ptx: str, origin: str = "") -> Iterator[None]:
-        """One launch or call on `machine` of `ptx`, which lies in the file `origin`; its findings go to the ledger.
+        """Context of one launch or call on `machine` of `ptx` from the file `origin`; puts its findings into the
+        ledger.
 
-        KernelFault if one of them counts or the launch could not go on, and what `sentences` raises.
+        Raises KernelFault if one of them counts or the launch could not continue, and whatever `sentences` raises.
         """
-        # The machine keeps those of the launch before until another begins, and what is raised here may come first.
+        # The machine keeps the previous launch's findings until the next one begins, and an exception may come earlier.
         before = tuple(self.machine.findings)
         stop: KernelFault | None = None
         try:
@@ -171,7 +172,7 @@ class Device:
         except KernelFault as fault:
             stop = fault
         except KeyboardInterrupt:
-            # What the machine was at says nothing of the kernel.
+            # The machine's own frames say nothing about the kernel.
             raise KeyboardInterrupt("interrupted in a launch") from None
         finally:
             new = [one for one in self.machine.findings if not any(one is old for old in before)]
@@ -212,19 +213,22 @@ class Device:
         self, source: str | Path, entry: str, grid: Size, block: Size, /, *args: object, cluster: Size = 1,
         smem: int = 0, memory: Iterable[object] = (), scratch: Iterable[object] = (), cooperative: bool = False,
     ) -> Mapping[str, int]:  # fmt: skip
-        """Run a kernel to its end; returns its counters.
+        """Runs a kernel to its end; returns its counters.
 
-        `source`: PTX or CUDA C++, as text or as the name of a file (.ptx, .cu). `entry`: the kernel, or the name that
-        it has in C++. `grid`, `block`, `cluster`: one to three sizes. `args`: a torch CPU tensor or a NumPy array for a
-        pointer, None for a null pointer, numbers for scalars (typed by the kernel's own parameters), tensor_map(...),
-        `bytes` or a NumPy scalar for a struct. `smem`: bytes of dynamic shared memory. `memory`: arrays that the kernel
-        reaches only by addresses that it reads from memory. `scratch`: workspaces, given as an argument or not: arrays
-        of which nobody looks at what the launch leaves, so that values that nobody wrote may be stored there.
-        `cooperative`: all CTAs are resident at once, so that cooperative_groups' grid.sync() works.
+        - `source`: PTX or CUDA C++, as text or as the name of a file (.ptx, .cu).
+        - `entry`: the kernel, or its name in C++.
+        - `grid`, `block`, `cluster`: one to three sizes.
+        - `args`: a torch CPU tensor or a NumPy array for a pointer, None for a null pointer, numbers for scalars (typed
+          by the kernel's own parameters), tensor_map(...), `bytes` or a NumPy scalar for a struct.
+        - `smem`: bytes of dynamic shared memory.
+        - `memory`: arrays that the kernel reaches only through addresses that it reads from memory.
+        - `scratch`: workspaces, passed as arguments or not. Nobody reads what a launch leaves in them, so the kernel
+          may store uninitialised values there.
+        - `cooperative`: all CTAs are resident at once, so that cooperative_groups' grid.sync() works.
 
-        KernelFault for findings that count in the profile, and for one that ends the launch; LaunchRefusedError for a
-        launch that no GPU would take; UnsupportedError for an instruction that the machine lacks. Arrays keep what was
-        written until then.
+        Raises KernelFault for findings that count in the profile and for one that ends the launch, LaunchRefusedError
+        for a launch that no GPU would accept, UnsupportedError for an instruction that the machine lacks. Arrays keep
+        what was written until then.
         """
         ptx, text = as_ptx(source, self.machine.target), str(source)
         with sentences(self.machine):
@@ -249,11 +253,11 @@ class Device:
 
 
 class OverdueError(KernelFault):
-    """A launch took more host seconds than its device's `timeout`: it broke no rule, and its results are not there."""
+    """A launch took more host seconds than its device's `timeout`. It broke no rule, and it has no results."""
 
 
 ON_FAULT: list[Callable[[KernelFault], object]] = []
-"""Who is told of each launch with findings that count, or that did not end, whatever becomes of the exception."""
+"""Called for each launch that has findings that count or did not finish, even if the caller swallows the exception."""
 
 
 def _to_log(finding: KernelFinding) -> None:
@@ -261,13 +265,13 @@ def _to_log(finding: KernelFinding) -> None:
 
 
 def _to_stdout(text: str) -> None:
-    # Looked up at each call: a test may have put another stream in its place.
+    # Looked up at each call, because a test may have replaced the stream.
     sys.stdout.write(text)
 
 
 @contextmanager
 def sentences(machine: KernelMachine) -> Iterator[None]:
-    """Turn what a machine raises into KernelFault, LaunchRefusedError and UnsupportedError."""
+    """Turns a machine's exceptions into KernelFault, LaunchRefusedError and UnsupportedError."""
     try:
         yield
     except Exception as stop:
@@ -280,14 +284,14 @@ def sentences(machine: KernelMachine) -> Iterator[None]:
         raise
 
 
-# Work that a graph is made of
+# Work that graphs capture
 
 _CAPTURES = list[Callable[[Callable[[], object]], object]]()
-"""What the graphs that capture do with work, the innermost last."""
+"""Receivers of submitted work, one for each capturing graph, innermost last."""
 
 
 def submit(work: Callable[[], object]) -> None:
-    """Do a launch or work of torch, or leave it to the innermost graph that captures what this process does."""
+    """Does a launch or torch's own work now, or hands it to the innermost capturing graph."""
     if _CAPTURES:
         _CAPTURES[-1](work)
     else:
@@ -295,17 +299,17 @@ def submit(work: Callable[[], object]) -> None:
 
 
 def capturing() -> bool:
-    """Whether what is submitted waits for a replay."""
+    """Whether submitted work waits for a replay."""
     return bool(_CAPTURES)
 
 
 def begin_capture(keep: Callable[[Callable[[], object]], object]) -> None:
-    """Give what is submitted to `keep`, and do none of it."""
+    """From now on, passes submitted work to `keep` instead of doing it."""
     _CAPTURES.append(keep)
 
 
 def end_capture(keep: Callable[[Callable[[], object]], object]) -> None:
-    """ValueError if `keep` captures nothing."""
+    """Ends the capture by `keep`. ValueError if `keep` is not capturing."""
     _CAPTURES.remove(keep)
 
 
@@ -313,7 +317,7 @@ def end_capture(keep: Callable[[Callable[[], object]], object]) -> None:
 
 
 def view_of(array: Any) -> View | None:
-    """The memory of a torch tensor or NumPy array, None for anything else. ValueError for a tensor of a device."""
+    """The memory of a torch tensor or NumPy array; None for anything else. ValueError for a tensor on a device."""
     if isinstance(array, np.ndarray):
         root = array
         while isinstance(root.base, np.ndarray):
@@ -336,16 +340,16 @@ def _workspace(array: object) -> View:
 
 
 class Reached:
-    """The memory that a launch may touch: that of its arguments, and of tensors whose addresses they hold, `live`."""
+    """The memory that a launch may access: its arguments, and the live tensors (`live`) whose addresses they hold."""
 
     def __init__(
         self, machine: KernelMachine, arrays: Sequence[object], *, addresses: Sequence[int] = (),
         in_place: bool = False, scratch: Sequence[object] = (),
     ) -> None:  # fmt: skip
-        """`addresses`: pointers into further live tensors. `in_place`: kernels are given the process's own addresses,
-        whatever their alignment. `scratch`: arrays, among `arrays` or not, that are workspaces.
+        """`addresses`: pointers into further live tensors. `in_place`: kernels get the process's own addresses,
+        whatever their alignment. `scratch`: the arrays that are workspaces, whether or not they are in `arrays`.
 
-        LaunchRefusedError for a workspace that is no array, or that shares its allocation with another array.
+        LaunchRefusedError for a workspace that is not an array or shares its allocation with another array.
         """
         self.machine, self._in_place = machine, in_place
         self.live = list[Any]()
@@ -360,7 +364,7 @@ class Reached:
         self.stretches = list(map(self._judged, _united([*named, *(("scratch", view) for view in self._spaces)])))
 
     def _judged(self, stretch: Stretch) -> Stretch:
-        """`stretch`, which is a workspace if scratch lies in it. LaunchRefusedError if another argument does, too."""
+        """Marks `stretch` as a workspace if scratch lies in it. LaunchRefusedError if another argument does, too."""
         spaces = {(one.first, one.bytes) for one in self._spaces if stretch.has(one.first)}
         if not spaces:
             return stretch
@@ -373,7 +377,7 @@ class Reached:
         return replace(stretch, scratch=True)
 
     def address(self, array: object) -> int | None:
-        """The address by which kernels know the first byte of `array`; None for what is no array."""
+        """The address at which kernels see the first byte of `array`; None if it is not an array."""
         view = view_of(array)
         if view is None or not view.size:
             return None if view is None else 0
@@ -398,7 +402,8 @@ class Reached:
 
 
 def _united(named: Iterable[tuple[str, View]]) -> Iterator[Stretch]:
-    """Disjoint stretches: what overlaps becomes one, since a NumPy array may be given with a tensor made of it."""
+    """Disjoint stretches. Overlapping ones are merged, since a NumPy array and a tensor made of it may both be
+    passed."""
     spans = list[tuple[str, int, int, bool]]()
     for name, one in sorted(named, key=lambda pair: (pair[1].allocation, -pair[1].size)):
         start, end = one.allocation, one.allocation + one.size
@@ -412,7 +417,7 @@ def _united(named: Iterable[tuple[str, View]]) -> Iterator[Stretch]:
 
 
 def _addresses_in(array: Any) -> npt.NDArray[np.int64] | None:
-    """The values of an array of 64-bit integers, if some of them may be addresses."""
+    """The values of an array of 64-bit integers if any of them may be an address, else None."""
     if view_of(array) is None or "int64" not in str(array.dtype):
         return None
     values = np.asarray(array).astype(np.int64, copy=False).reshape(-1)
@@ -424,7 +429,7 @@ def _pointed_at(values: npt.NDArray[np.int64]) -> Iterator[Any]:
     torch = sys.modules.get("torch")
     if torch is None:
         return
-    # isinstance would ask proxies for their class, and some of them import what they stand for.
+    # isinstance would ask proxies for their class, and some proxies then import the object they stand for.
     for one in [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]:
         if one.layout is not torch.strided or one.device.type != "cpu" or type(one).__name__ == "FakeTensor":
             continue
@@ -460,7 +465,7 @@ def _entry_named(entry: str, entries: Mapping[str, object]) -> str:
 
 
 def plain_name(mangled: str) -> str:
-    """ns::kernel of _ZN2ns6kernelIfEEvPT_; empty for a name that C++ did not mangle (Itanium C++ ABI 5.1.2)."""
+    """ns::kernel for _ZN2ns6kernelIfEEvPT_; "" for a name that C++ did not mangle (Itanium C++ ABI 5.1.2)."""
     if not mangled.startswith("_Z"):
         return ""
     nested = mangled.startswith("_ZN")
@@ -471,7 +476,7 @@ def plain_name(mangled: str) -> str:
         rest = rest[end:]
         if not nested:
             break
-    # A namespace without a name is given one that nobody writes.
+    # Anonymous namespaces get generated names that no user writes.
     return "::".join(one for one in parts if not one.startswith(("_GLOBAL__N_", "_INTERNAL_")))
 
 
@@ -522,7 +527,7 @@ def _scalar(what: str, parameter: Parameter, arg: Any) -> bytes:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise LaunchRefusedError(f"{what} cannot be {arg!r}") from None
-    # The sign is the kernel's affair: nvcc declares an `int` as .u32.
+    # The sign is up to the kernel: nvcc declares an `int` as .u32.
     return (number % (1 << bits)).to_bytes(parameter.size, "little")
 
 
@@ -534,7 +539,7 @@ def _encode_map(what: str, asked: TensorMapOf, reached: Reached) -> bytes:
 
 
 def _layout(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, str]:
-    """Shape, strides in elements, bytes an element and the dtype's name."""
+    """Shape, strides in elements, bytes per element, and the dtype's name."""
     if isinstance(tensor, np.ndarray):
         each = tensor.itemsize
         return tensor.shape, tuple(stride // each for stride in tensor.strides), each, tensor.dtype.name
@@ -547,12 +552,12 @@ def _layout(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, str]:
 
 
 def _is_text(source: str | Path) -> bool:
-    """Whether `source` is CUDA C++ or PTX, not the name of a file."""
+    """Whether `source` is CUDA C++ or PTX text rather than a file name."""
     return not isinstance(source, Path) and ("\n" in source or "__global__" in source)
 
 
 def as_ptx(source: str | Path, target: str) -> str:
-    """PTX of PTX or CUDA C++, given as text or as a file. UnsupportedError where no compiler is found."""
+    """Returns PTX for PTX or CUDA C++ given as text or file. UnsupportedError if no compiler is found."""
     text, name = str(source), "the source"
     if not _is_text(source):
         name = text

@@ -1,15 +1,15 @@
-"""One case: programs of several backends on the same buffers, checked, timed by turns, checked again.
+"""One case: programs of several backends on the same buffers, checked, timed in turns, checked again.
 
-This is the judge's side. Programs are built and run in runners (megamoe.bench.device); this process owns the buffers,
-draws the inputs once everything is built, computes the references and compares.
+This is the judge's side. Runners build and run the programs (megamoe.bench.device). This process owns the buffers,
+draws the inputs after everything is built, computes the references and compares.
 
-Outputs are poisoned before every turn; guard bands, inputs and outputs are checked after it. So the judge sees what
-timed launches wrote. A program that turns wrong in its replays, or does nothing in them, fails in that turn.
+Outputs are poisoned before every turn; guard bands, inputs and outputs are checked after it. So the judge sees what the
+timed launches wrote, and a program that goes wrong in its replays, or does nothing in them, fails in that turn.
 
-Between samples, before or after those of each turn at random, a program is launched once more on the timed inputs and
-once on inputs that it has never seen, at the same addresses, in either order. So one that recalls earlier results is
-slower there: it fails if that is sure and by more than MAX_NEW_OVER_TIMED. In one turn at each temperature, drawn by
-lot, and once at the end it is judged on other inputs, so that it must be right on those, too.
+Before or after the samples of each turn, at random, a program is launched once more on the timed inputs and once on
+inputs that it has never seen, at the same addresses, in either order. A program that reuses earlier results is slower
+on new inputs: it fails if that is certain and by more than MAX_NEW_OVER_TIMED. In one random turn per temperature, and
+once at the end, it is judged on other inputs, so it must be right on those too.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ if TYPE_CHECKING:
 MAX_ORACLE_FLOPS = 2 * 10**11
 # Digests of more input bytes would take longer than the measurement.
 MAX_DIGESTED_BYTES = 1 << 30
-# Turns with outputs that differ from the accepted ones are judged in full this often. The last replay always is.
+# How many turns whose outputs differ from the accepted ones are judged in full. The last replay always is.
 MAX_JUDGED_TURNS = 3
-# Pairs of cold launches after the last sample, besides one pair a turn.
+# Pairs of cold launches after the last sample, in addition to one pair per turn.
 LAST_PAIRS = 20
-# How many times as long a launch on new inputs may take as one on those that were timed: surely (surely_slower), and by
-# the median where the pairs are too few to be sure.
+# How many times as long a launch on new inputs may take as one on timed inputs: by the lower bound of surely_slower,
+# and by the median, for when the pairs are too few to be sure.
 MAX_NEW_OVER_TIMED = 1.1
 MAX_MEDIAN_OVER_TIMED = 1.5
 
@@ -84,7 +84,7 @@ MAX_MEDIAN_OVER_TIMED = 1.5
 class CaseSettings:
     """How to measure a case. `device`: as the run found it, None to ask again. `patience`: as in Progress.
 
-    `programs`: folder for the PTX (megamoe.judge.figures). `hidden`: what no runner may see besides the results.
+    `programs`: folder for the PTX (megamoe.judge.figures). `hidden`: what runners must not see, besides the results.
     """
 
     run: str
@@ -99,7 +99,7 @@ class CaseSettings:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One row: its verdict, its times at both temperatures, and the versions of foreign software."""
+    """One row: its verdict, its times at both temperatures, and the versions of third-party software."""
 
     record: Record
     timings: tuple[Timing, ...]
@@ -108,7 +108,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class CaseOutcome:
-    """Rows that are done, and rows left for another process because a row has `spoilt` this one."""
+    """Rows that are done, and rows left for another process. `spoilt`: a row has made this process unusable."""
 
     done: tuple[Measured, ...]
     left: tuple[Row, ...] = ()
@@ -117,7 +117,7 @@ class CaseOutcome:
 
 @dataclass(slots=True)
 class _Candidate:
-    """One row on its way. `status` is None until a conclusion; the first conclusion stands."""
+    """One row in progress. `status` is None until a conclusion; the first conclusion counts."""
 
     row: Row
     built: Built | None = None
@@ -138,15 +138,15 @@ class _Candidate:
 
 
 Pair = tuple[float, float]
-"""Microseconds of a launch on the timed inputs, and of one on new inputs."""
+"""Microseconds of a launch on the timed inputs and of one on new inputs."""
 
 
 @dataclass(slots=True)
 class _Aside:
-    """What is done between the samples of one temperature.
+    """The checks between the samples of one temperature.
 
-    `judged_in`: the turn, from 0, in which it is judged on other inputs. `first`: whether that is done before the
-    samples of the present turn.
+    `judged_in`: the turn, from 0, in which the candidate is judged on other inputs. `first`: whether the checks come
+    before the samples of the current turn.
     """
 
     judged_in: int
@@ -155,21 +155,21 @@ class _Aside:
 
 
 class _SpoiltError(Exception):
-    """The runners cannot be trusted any more: memory was damaged, or something failed in the middle of its work."""
+    """The runners cannot be trusted any more: memory was damaged, or something failed in mid-work."""
 
 
 @cache
 def _processes(hidden: tuple[Path, ...]) -> Processes:
-    """The runners of this process, kept from case to case."""
+    """The runners of this process, reused from case to case."""
     return Processes(hidden_folders(*hidden), share_of_memory(1))
 
 
 def measure_case(rows: Sequence[Row], settings: CaseSettings, progress: Path) -> CaseOutcome:
     """Checks and times `rows`, all of one case, target and executor, in runners of this process.
 
-    Faults of a backend, the executor or a kernel become a status, never an exception. `progress`: file for the stages.
+    Faults of a backend, the executor or a kernel become a status, never an exception. `progress`: the file for stages.
     """
-    # The host draws and compares tensors of gigabytes, none of it timed.
+    # The host draws and compares tensors of gigabytes; none of that is timed.
     torch.set_num_threads(os.cpu_count() or 1)
     candidates = [_Candidate(row) for row in rows]
     stages = Progress(progress, settings.patience)
@@ -194,13 +194,13 @@ def measure_case(rows: Sequence[Row], settings: CaseSettings, progress: Path) ->
     return CaseOutcome(
         tuple(_measured(one, bench, settings) for one in candidates if one.status is not None),
         tuple(one.row for one in candidates if one.status is None),
-        # A graphics driver may have kept a fault of these buffers in mind.
+        # A device fault from these buffers may have outlived them in the driver.
         spoilt or DeviceLostError.met is not None,
     )
 
 
 def device_facts(row: Row, settings: CaseSettings, progress: Path) -> object:
-    """The DeviceFacts of the executor of `row`; the exception itself if there are none."""
+    """The DeviceFacts of the executor of `row`, or the exception if they cannot be had."""
     stages = Progress(progress)
     stages.enter(None, "measuring the device", 120.0)
     try:
@@ -222,7 +222,7 @@ def _conclude_all(candidates: Sequence[_Candidate], status: Status, sentence: st
 
 
 class _CaseBench:
-    """The shared state of the candidates of one case, and the `Watch` of their turns."""
+    """The shared state of the candidates of one case. It is the `Watch` of their turns."""
 
     arena: Arena
     expected: Expected
@@ -253,7 +253,7 @@ class _CaseBench:
 
     @property
     def machine(self) -> Runner:
-        """The runner of every program that is data."""
+        """The runner of every program that is data (not a Python call)."""
         return self.processes.runner_of(self.row, Built(None))
 
     def alive(self) -> list[_Candidate]:
@@ -275,12 +275,12 @@ class _CaseBench:
         return True
 
     def end_runners(self) -> None:
-        """Ends every runner, so that the rows that are left begin in others."""
+        """Ends every runner, so that the remaining rows start in new ones."""
         self.processes.end()
 
     @contextmanager
     def blaming(self, candidate: _Candidate, doing: str, limit_s: float, spoils: bool = True) -> Iterator[None]:
-        """An exception within concludes `candidate` and, with `spoils`, ends the runners."""
+        """An exception inside concludes `candidate` and, with `spoils`, ends the runners."""
         self.current = candidate
         self.stages.enter(candidate.row.backend, doing, limit_s)
         with self._failing(doing, spoils):
@@ -288,7 +288,7 @@ class _CaseBench:
 
     @contextmanager
     def _failing(self, doing: str, spoils: bool = True) -> Iterator[None]:
-        """As `blaming`, for whoever is current when it is raised."""
+        """As `blaming`, but an exception concludes whichever candidate is current then."""
         try:
             yield
         except UnsupportedError as error:
@@ -300,7 +300,7 @@ class _CaseBench:
             self.current.conclude(
                 "timed_out" if died.late else "crashed", f"{late if died.late else died}, while {doing}"
             )
-            # What else was bound in that process is gone.
+            # Everything else bound in that process is gone.
             raise _SpoiltError from died
         except (Exception, SystemExit) as error:
             said = str(error) if isinstance(error, RunnerFaultError | DeviceLostError) else explain_error(error)
@@ -368,7 +368,7 @@ class _CaseBench:
             candidate.contender = Contender(candidate.bound, floors, self._bare_read_us())
 
     def _bare_read_us(self) -> float | None:
-        """Of the bytes that the case needs; measured once, beside its rows."""
+        """Time to read the bytes that the case needs; measured once, together with its rows."""
         if self.bare_read is None:
             size = reference(self.case.op).minimum_bytes(self.case)
             self.bare_read = (bare_read_of(self.machine, self.row.executor, size, self.stages.left_s),)
@@ -399,14 +399,14 @@ class _CaseBench:
             candidate.conclude("passed", "")
 
     def _can_change(self, candidate: _Candidate) -> bool:
-        """Whether there are inputs that its launches read as they are: what a library has prepared ahead is not."""
+        """Whether the launches read any inputs directly. Inputs that a library has converted do not count."""
         assert candidate.built is not None
         return bool(self.arena.scalable(candidate.built.prepares))
 
     def _change_inputs(self, candidate: _Candidate, temperature: Temperature) -> None:
-        """Concludes a candidate that is wrong on other inputs: one that keeps an earlier result, say.
+        """Concludes a candidate that is wrong on other inputs, such as one that keeps an earlier result.
 
-        The outputs are not poisoned here, so that a candidate that looks for poison fails too.
+        Does not poison the outputs, so that a candidate that looks for poison fails too.
         """
         assert candidate.bound is not None
         assert candidate.built is not None
@@ -424,7 +424,7 @@ class _CaseBench:
         if len(kept) == len(before):
             self._conclude_kept(candidate)
         elif not judgement.passed:
-            # An output alone may rightly be what it was: codes, where the block scales took the change.
+            # A single output may rightly be unchanged, such as codes if the block scales absorbed the change.
             still = f"{' and '.join(kept)} still as on the inputs before; " if kept else ""
             candidate.conclude("failed", f"in a replay on other inputs: {still}{judgement.sentence}")
         if not self.arena.intact():
@@ -437,7 +437,7 @@ class _CaseBench:
         candidate.conclude("failed", f"{sentence}, so that what was timed is not the work{cure}")
 
     def _expected_otherwise(self, without: frozenset[str]) -> Expected:
-        """What the outputs must be on the inputs as scaled by `seed`, which they are now."""
+        """The expected outputs on the inputs as scaled by `seed`, which the arena holds now."""
         if without not in self.otherwise:
             self.stages.enter(None, "computing the references of other inputs", 600.0)
             given = {name: tensor for name, tensor in self.arena.tensors.items() if name not in self.arena.outputs}
@@ -445,7 +445,7 @@ class _CaseBench:
         return self.otherwise[without]
 
     def _step_aside(self, candidate: _Candidate, temperature: Temperature) -> None:
-        """What is done between samples: nothing in a launch tells it from those of the samples around it."""
+        """The checks between samples. A launch cannot tell them from the samples around it."""
         aside = candidate.aside[temperature]
         if candidate.status is None and self._can_change(candidate):
             if len(aside.pairs) == aside.judged_in:
@@ -453,10 +453,10 @@ class _CaseBench:
             aside.pairs.append(self._pair(candidate, temperature))
 
     def _pair(self, candidate: _Candidate, temperature: Temperature) -> Pair:
-        """One launch on the timed inputs, and one on inputs that it has never seen, in either order.
+        """One launch on the timed inputs and one on inputs that the program has never seen, in either order.
 
-        The host does the same before either: it writes the inputs. A launch on the timed inputs follows another on
-        them, so that one that recalls the last inputs alone does so here, too.
+        Before either, the host does the same work: it writes the inputs. A timed-input launch follows another one on
+        the same inputs, so a program that remembers only its last inputs reuses its results here too.
         """
         self.stages.enter(candidate.row.backend, "being timed on new inputs", 60.0)
         first = secrets.randbelow(2)
@@ -465,12 +465,12 @@ class _CaseBench:
         timed = self._launch_alone(candidate, temperature, new=False)
         new = new if first else self._launch_alone(candidate, temperature, new=True)
         if not self.arena.intact():
-            # The next contender's turn would blame that one.
+            # Check now: otherwise the next contender's turn would be blamed.
             self._judge(candidate, "in a launch between the samples: ")
         return timed, new
 
     def _launch_alone(self, candidate: _Candidate, temperature: Temperature, new: bool) -> float:
-        """Microseconds of one launch. Concludes a candidate that has left its outputs as they were on other inputs."""
+        """Microseconds of one launch. Concludes a candidate whose outputs stay the same on new inputs."""
         assert candidate.bound is not None
         assert candidate.built is not None
         with self.arena.scaled_inputs(secrets.randbelow(1 << 31), candidate.built.prepares):
@@ -488,9 +488,10 @@ class _CaseBench:
         return us
 
     def _compare_pairs(self, candidate: _Candidate) -> None:
-        """Concludes a candidate that is right on new inputs, but only slowly: it recalls those that it was timed on.
+        """Concludes a candidate that is right on new inputs but slow: it reuses results for the inputs that it was
+        timed on.
 
-        One may have stopped to recall when the samples were done, so that the last pairs are also left out.
+        It may have stopped reusing them when the samples were done, so pairs are also compared without the last ones.
         """
         for temperature, aside in candidate.aside.items():
             last = candidate.last_pairs if temperature == "cold" else []
@@ -539,11 +540,11 @@ class _CaseBench:
         return candidate.sentence or None
 
     def _as_accepted(self, candidate: _Candidate) -> bool:
-        """Whether the outputs are bit for bit those that were accepted."""
+        """Whether the outputs equal the accepted ones bit for bit."""
         return all(_same_bits(self.arena.tensors[name], seen) for name, seen in candidate.accepted.items())
 
     def _judge(self, candidate: _Candidate, when: str) -> None:
-        """Concludes a candidate with wrong outputs. _SpoiltError if it has damaged guard bands or inputs."""
+        """Concludes a candidate with wrong outputs. Raises _SpoiltError if it damaged guard bands or inputs."""
         judgement = compared(
             self.spec, self.expected, {name: self.arena.tensors[name] for name in self.expected.oracle}
         )
@@ -598,7 +599,7 @@ def failed_series(row: Row, status: Status | None, sentence: str) -> list[Series
 
 
 def lost(row: Row, settings: CaseSettings, status: Status, sentence: str) -> Measured:
-    """The result of a row whose process has died or was ended."""
+    """The result of a row whose process died or was killed."""
     record = record_of(settings.run, row, status, sentence, specs=settings.specs)
     series = failed_series(row, status, sentence)
     return Measured(record, tuple(timing_of(one, settings.run, row, None, None) for one in series))

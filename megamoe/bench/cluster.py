@@ -1,4 +1,4 @@
-"""Measure on a Ray cluster: all rows of one case are a task, so that their backends take turns on one device."""
+"""Measure on a Ray cluster: all rows of one case form a task, so that their backends take turns on one device."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megamoe.records.lines import RunHeader
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What comes back of one case: its outcomes, and the PTX of its programs by file name."""
+    """The results of one case: its outcomes, and the PTX of its programs by file name."""
 
     outcomes: tuple[Outcome, ...]
     programs: dict[str, bytes]
 
 
 def device_on_cluster(row: Row, settings: BenchSettings) -> DeviceFacts | None:
-    """The device of a node that can run `row`; None if it does not say, and then its rows say why."""
+    """The device of a node that can run `row`. None if the node does not say; its rows then say why."""
     ((_, found),) = shared_out([(row, (device_there, (task_of(row, settings.specs),)))])
     return found if isinstance(found, DeviceFacts) else None
 
@@ -32,9 +32,9 @@ def device_on_cluster(row: Row, settings: BenchSettings) -> DeviceFacts | None:
 def timed_on_cluster(
     groups: Sequence[Sequence[Row]], header: RunHeader, settings: BenchSettings, folder: Path
 ) -> Iterator[Outcome]:
-    """Measures each group, the rows of one case, on a node with its device. Programs are written to `folder`.
+    """Measures each group, the rows of one case, on a node with a matching device. Writes programs to `folder`.
 
-    Floors are those of the node's own device.
+    Floors are computed from the node's own device.
     """
     from megamoe.bench.case import CaseSettings, lost
 
@@ -65,7 +65,7 @@ def device_there(task: Task) -> DeviceFacts | None:
 
 
 def timed_there(task: Task, rows: tuple[Row, ...], header: RunHeader, settings: BenchSettings) -> Timed:
-    """Measures the rows of one case on this node, in a worker that ends with them."""
+    """Measures the rows of one case on this node, in a worker that ends afterwards."""
     settle(task)
     with scratch_folder("bench") as folder, BenchWorker(folder / "progress") as worker:
         outcomes = tuple(timed_group(rows, header, settings, worker, folder))

@@ -1,8 +1,8 @@
-"""The device side of one case, as the judge sees it: buffers that it owns, and runners in which programs run and are
-timed (megamoe.runner.timed).
+"""The device side of one case, as the judge sees it: its buffers, and the runners that run and time programs
+(megamoe.runner.timed).
 
 All programs that are data share one runner, the machine, which has imported no backend. A Python call stays in the
-process that built it. All of them map the same buffers.
+process that built it. All runners map the same buffers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SAMPLES: TypeAdapter[list[float]] = TypeAdapter(list[float])
 
 @dataclass(slots=True)
 class BoundCall:
-    """A program of `backend` that is bound to the buffers in `runner`, and its stopwatch (megamoe.contract.Stopwatch).
+    """A program of `backend`, bound to the buffers in `runner`, with its stopwatch (megamoe.contract.Stopwatch).
 
-    `left_s`: how long the runner may take now.
+    `left_s`: returns how long the runner may still take.
     """
 
     runner: Runner
@@ -43,11 +43,11 @@ class BoundCall:
     flush: Flush = "clean"
 
     def launch(self) -> None:
-        """Runs it once, and waits for its results."""
+        """Runs the program once and waits for its results."""
         self._ask(timed.LAUNCH)
 
     def collect(self) -> None:
-        """Puts the results of the last launch where they belong."""
+        """Copies the results of the last launch into the output tensors."""
         self._ask(timed.COLLECT)
 
     def capture(self) -> None:
@@ -92,13 +92,13 @@ class Buffers:
     memory: ExitStack = field(default_factory=ExitStack)
 
     def lay_out(self, spec: Spec, case: Case, inputs: Mapping[str, torch.Tensor]) -> Arena:
-        """Puts the inputs there, once for all programs."""
+        """Copies the inputs there, once for all programs."""
         self.lent = self.memory.enter_context(lent_block(block_bytes(layouts_of(spec, case)), self.device))
         self.arena = Arena(spec, case, inputs, self.device, shared=self.lent.block)
         return self.arena
 
     def bind(self, runner: Runner, backend: str, built: Built) -> BoundCall:
-        """`built` in `runner`, which maps the buffers if it has not yet. Raises what Runner.ask raises."""
+        """Binds `built` in `runner`, which first maps the buffers if needed. Raises what Runner.ask raises."""
         self.synchronise()
         if runner.number not in self.open_in:
             told = {"executor": self.executor, "tensors": self.arena.told, "handle": self.lent.handle}
@@ -113,12 +113,12 @@ class Buffers:
         return BoundCall(runner, backend, self.left_s)
 
     def synchronise(self) -> None:
-        """Waits for what this process has enqueued: a runner looks from another process."""
+        """Waits for this process's enqueued work, because a runner reads the memory from another process."""
         if is_cuda(self.device):
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Makes all runners let go of the memory. Raises what Runner.ask raises; if runners died, that of the first."""
+        """Makes all runners unmap the memory. Raises what Runner.ask raises; if runners died, the first such error."""
         died: RunnerDiedError | None = None
         with self.memory:
             for runner in self.open_in.values():
@@ -141,12 +141,12 @@ def facts_of(machine: Runner, executor: str, limit_s: float) -> DeviceFacts:
 
 
 def throttled_since(machine: Runner, executor: str, limit_s: float) -> str | None:
-    """Why the device has slowed down since this was last asked; None if it has not."""
+    """Why the device slowed down since the last call; None if it did not."""
     why = machine.ask(timed.THROTTLED, {"executor": executor}, limit_s).told.get("why")
     return None if why is None else str(why)
 
 
 def bare_read_of(machine: Runner, executor: str, size: int, limit_s: float) -> float | None:
-    """Microseconds of a kernel that only reads `size` bytes, None if the device cannot say."""
+    """Microseconds of a kernel that only reads `size` bytes; None if the device cannot say."""
     us = machine.ask(timed.BARE_READ, {"executor": executor, "size": size}, limit_s).told.get("us")
     return us if isinstance(us, float) and us > 0 else None

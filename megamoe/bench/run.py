@@ -1,8 +1,8 @@
-"""Rows to measurements: device times where the executor keeps time, counters and compiler figures everywhere.
+"""Rows to measurements: device times where the executor has a clock, counters and compiler figures everywhere.
 
-On a device the rows of one case share a process and its buffers, so that backends are timed by turns on the same
-memory (megamoe.bench.case). A row that crashes, hangs or damages memory gets that status; the other rows are measured
-again in a fresh process. An executor without a clock gives counters only (megamoe.judge.run).
+On a device the rows of one case share a process and its buffers, so backends are timed in turns on the same memory
+(megamoe.bench.case). A row that crashes, hangs or damages memory gets that status, and the other rows are measured
+again in a fresh process. An executor without a clock gives only counters (megamoe.judge.run).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megamoe.records.lines import AnyLine, Figures, Record, RunHeader, Shard, Ti
 from megamoe.records.provenance import installed_version, run_header
 from megamoe.spec.selection import Selection, keeps_time
 
-# Packages, besides megamoe and torch, that times and figures depend on.
+# Packages, besides megamoe and torch, on which times and figures depend.
 SOFTWARE = (
     "cuda-bindings", "nvidia-cutlass-dsl", "nvidia-cuda-nvcc", "apache-tvm-ffi", "triton", "flash-attn-4", "fa3-fwd",
     "quack-kernels", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "humming-kernels",
@@ -33,9 +33,9 @@ SOFTWARE = (
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """How to measure rows. `jobs`: workers for rows that are not timed; `timeout_s`: host seconds of such a row.
+    """How to measure rows. `jobs`: workers for untimed rows; `timeout_s`: host seconds per untimed row.
 
-    `policy`: when to stop sampling. `patience`: factor on the time limits of stages on a device. `specs` and
+    `policy`: when to stop sampling. `patience`: a factor on the time limits of stages on a device. `specs` and
     `failures`: as in RunSettings. `ray`: the cluster that measures, None for this host.
     """
 
@@ -50,7 +50,7 @@ class BenchSettings:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All lines about one row. `software`: versions that a foreign program names."""
+    """All lines about one row. `software`: versions of the third-party packages that it used."""
 
     record: Record
     timings: tuple[Timing, ...] = ()
@@ -59,12 +59,12 @@ class Outcome:
 
     @property
     def lines(self) -> tuple[AnyLine, ...]:
-        """All lines, in the order they are written."""
+        """All lines, in the order in which they are written."""
         return (self.record, *self.timings, *self.figures)
 
 
 class BenchRun:
-    """A run of `rows`. It measures as outcomes are asked for, and appends every line to `output` at once.
+    """A run of `rows`. It measures when outcomes are requested, and appends every line to `output` at once.
 
     Close it after use. `timed`: the rows whose executor has a clock. `header.device` is known after the first outcome.
     """
@@ -77,7 +77,7 @@ class BenchRun:
         output: Path,
         shard: Shard | None = None,
     ) -> None:
-        """`shard`: which part of the selection the rows are, None if they are all of it."""
+        """`shard`: which part of the selection the rows are; None if they are all of it."""
         self.rows, self.settings, self.output = tuple(dict.fromkeys(rows)), settings, output
         clocks = {name: keeps_time(name) for name in {row.executor for row in self.rows}}
         self.timed = frozenset(row for row in self.rows if clocks[row.executor])
@@ -88,7 +88,7 @@ class BenchRun:
         self._measuring = self._measure()
 
     def outcome(self, row: Row) -> Outcome:
-        """The outcome of `row`, one of `rows`; measures up to it. RecordError if the file cannot be written."""
+        """The outcome of `row`, one of `rows`. Measures up to it. RecordError if the file cannot be written."""
         while row not in self._outcomes:
             found = next(self._measuring)
             self._outcomes[found.record.row] = found
@@ -99,7 +99,7 @@ class BenchRun:
         return (self.outcome(row) for row in self.rows)
 
     def close(self) -> None:
-        """Ends the workers. Rows not asked for are not in the file."""
+        """Ends the workers. Rows that were not requested are missing from the file."""
         self._measuring.close()
         if self._writer is not None:
             self._writer.close()
@@ -122,7 +122,7 @@ class BenchRun:
                 yield whole
 
     def _measured(self, folder: Path, figures: FigureMaker) -> Generator[Outcome, None, None]:
-        """Timed rows first, alone on the machine; then the others, as they finish."""
+        """Timed rows first, with the machine to themselves; then the others, as they finish."""
         timed = [row for row in self.rows if row in self.timed]
         if self.settings.ray is not None:
             yield from self._measured_on_cluster(timed, folder, figures, self.settings.ray)
@@ -172,7 +172,7 @@ class BenchRun:
 
 
 def by_case(rows: Sequence[Row]) -> list[list[Row]]:
-    """Groups of rows that differ in the backend alone, in the order of their first rows."""
+    """Groups of rows that differ only in the backend, in the order of their first rows."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.case, row.target, row.executor), []).append(row)
@@ -190,7 +190,7 @@ def device_of(row: Row, worker: BenchWorker, folder: Path) -> DeviceFacts | None
 def timed_group(
     rows: Sequence[Row], header: RunHeader, settings: BenchSettings, worker: BenchWorker, folder: Path
 ) -> Generator[Outcome, None, None]:
-    """Measures all rows of one case, in as many processes as that takes."""
+    """Measures all rows of one case, in as many processes as necessary."""
     from megamoe.bench.case import CaseSettings, lost, measure_case
 
     case = CaseSettings(header.run, header.device, settings.policy, settings.specs, folder, patience=settings.patience)
@@ -202,7 +202,7 @@ def timed_group(
             doing = f", while {result.stage.doing}" if result.stage else ""
             done = [lost(row, case, result.status, f"{result.sentence}{doing}") for row in blamed]
         else:
-            # Without this, a process that finishes no row would be followed by others like it.
+            # Otherwise a process that finishes no row would be followed by more of the same.
             done = result.done or [lost(row, case, "error", "the worker finished no row") for row in pending]
             if result.spoilt:
                 worker.replace()

@@ -1,18 +1,18 @@
-"""Which samples to take and in which order, which of them count, and when to stop: a policy without a device.
+"""Which samples to take, in which order, which of them count, and when to stop: a policy without a device.
 
 Contenders (programs of several backends for one case) take turns. In each round, all contenders have a turn at one
-temperature, then all at the other. The first contender changes from round to round, so that a drift of the clocks falls
-on all alike. A turn is a few samples in a row.
+temperature, then all at the other. The first contender changes from round to round, so clock drift affects all alike. A
+turn is a few samples in a row.
 
 The figure of merit is the median. Its standard error is the larger of two estimates:
 
 * from the order statistics of all samples: half the distance between the samples sqrt(n) / 2 ranks above and below the
-  median. That is one standard deviation of the binomial to either side; it assumes no distribution.
+  median. That is one standard deviation of the binomial on either side; it assumes no distribution.
 * from the spread of the rounds' medians, which shows what changes more slowly than a turn.
 
-A series ends when its error is at most `Policy.target` of the median, or when its budget is spent. No sample
-below the floor of its case counts: the case's bytes and FLOPs at the rates that a copy and a matrix product attain on
-the device.
+A series ends when its error is at most `Policy.target` of the median, or when its budget is spent. No sample below the
+floor of its case counts. The floor is the time for the case's bytes and FLOPs at the rates that a copy and a matrix
+product reach on the device.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ if TYPE_CHECKING:
     from megamoe.contract import Case, DeviceFacts, Stopwatch, Target
 
 
-# The ceilings are what a copy and a matrix product attained. A kernel that only reads, or a smaller product that draws
+# The ceilings were measured with a copy and a matrix product. A kernel that only reads, or a smaller product that draws
 # less power, may be a little faster than these, but not by a tenth.
 FLOOR_SLACK: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Microseconds of a kernel at the ceilings, and which of the two binds."""
+    """Microseconds of a kernel at the ceilings, and which ceiling binds."""
 
     us: float
     by: Literal["bytes", "flops"]
 
     @property
     def limit_us(self) -> float:
-        """Times below this are not believed."""
+        """Shorter times are not believed."""
         return self.us * FLOOR_SLACK
 
 
 def floor_of(case: Case, target: Target, device: DeviceFacts, temperature: Temperature) -> Floor | None:
     """The floor of `case` on `device`. None if neither ceiling was measured.
 
-    "cold": every needed byte (`Reference.minimum_bytes`) comes from device memory. "hot": the L2 may hold its size of
-    them from the launch before, so only the bytes beyond that size do. FLOPs (`Reference.useful_flops`) count at the
-    measured bf16 rate, times the target's factor for narrower operands (`Reference.MATRIX_RATES`).
+    "cold": every needed byte (`Reference.minimum_bytes`) comes from device memory. "hot": the L2 may still hold bytes
+    up to its size from the launch before, so only the bytes beyond that size do. FLOPs (`Reference.useful_flops`) count
+    at the measured bf16 rate, times the target's factor for narrower operands (`Reference.MATRIX_RATES`).
     """
     room = reference(case.op)
     floors: list[Floor] = []
@@ -80,9 +80,9 @@ UNDER_THE_FLOOR: Final = "under the floor"
 class Policy:
     """When to stop, and what a sample is.
 
-    `target`: relative standard error of the median. A series stops for its precision after `min_samples` and
-    `min_rounds` at the earliest, and at `budget_s` (device seconds) or `max_samples` at the latest; discarded samples
-    count. A hot sample is as many launches in a row as take `hot_sample_us`, at most `max_launches`.
+    `target`: relative standard error of the median. A series stops for precision after at least `min_samples` and
+    `min_rounds`, and stops at the latest at `budget_s` (device seconds) or `max_samples`, discarded samples included. A
+    hot sample consists of as many launches in a row as take `hot_sample_us`, at most `max_launches`.
     """
 
     target: float = 0.005
@@ -95,18 +95,18 @@ class Policy:
     max_launches: int = 64
 
 
-# Share of a series' samples that may lie under the floor as strays. More of them fail the series.
+# Fraction of a series' samples that may lie under the floor as strays. More of them fail the series.
 MAX_STRAYS: Final = 0.05
 # MIN_TO_FOLLOW or more launches in a row must take more than MIN_GROWTH times as long as one.
 MIN_TO_FOLLOW: Final = 8
 MIN_GROWTH: Final = 2.0
-# Of a wrong answer of surely_slower.
+# Probability that surely_slower gives a wrong answer.
 MAX_CHANCE: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A stopwatch, the floors of its program where known, and the microseconds of a bare read of its case's bytes."""
+    """A stopwatch, the floors of its program where known, and the microseconds of a bare read of the case's bytes."""
 
     stopwatch: Stopwatch
     floors: Mapping[Temperature, Floor] = field(default_factory=dict["Temperature", "Floor"])
@@ -117,11 +117,11 @@ class Watch(Protocol):
     """Prepares and checks memory around each turn, untimed."""
 
     def begin(self, name: str, temperature: Temperature | None) -> None:
-        """Prepares the outputs for the turn of contender `name`; no temperature: its samples will not count."""
+        """Prepares the outputs for a turn of contender `name`. Without a temperature, its samples will not count."""
         ...
 
     def end(self, name: str) -> str | None:
-        """A sentence if the turn of `name` left wrong outputs; then none of its times count."""
+        """A sentence if the turn of `name` left wrong outputs; none of its times count then."""
         ...
 
 
@@ -151,7 +151,7 @@ class Series:
         return self.status == "passed" and self.stopped_by is None
 
     def fail(self, status: Status, sentence: str) -> None:
-        """Ends the series without a time."""
+        """Ends the series and drops its times."""
         self.status, self.sentence, self.stopped_by = status, sentence, None
         self.samples_us, self.rounds = [], []
 
@@ -172,10 +172,10 @@ def relative_error(samples: Sequence[float], rounds: Sequence[int]) -> float:
 
 
 def surely_slower(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """How many times as long the second of a pair takes, at least: a lower bound on the median of the ratios.
+    """A lower bound on how many times as long the second of a pair takes: on the median of the ratios.
 
-    It is one of the ratios. That so many of them would lie above the median has a probability of at most MAX_CHANCE,
-    whatever their distribution. None if the pairs are too few for that.
+    It is one of the ratios. Whatever their distribution, the probability that so many of them lie above the median is
+    at most MAX_CHANCE. None if there are too few pairs.
     """
     ratios = sorted(second / first for first, second in pairs)
     below, chance = 0, 0.5 ** len(ratios)
@@ -190,10 +190,10 @@ def take(
 ) -> list[Series]:
     """Two series for each contender, cold and hot. Exceptions of a stopwatch or of `watch` pass through.
 
-    `throttled`: why the device has slowed down since the last call, None if it has not. A turn during which it has is
-    discarded and counted. A series fails, and then has no samples at all, when outputs are wrong after a turn (both
-    temperatures then), when more than MAX_STRAYS of its samples lie under the floor, when the clock stands still, or
-    when all samples were discarded.
+    `throttled`: returns why the device slowed down since the last call, None if it did not. A turn during which it did
+    is discarded and counted. A series fails, and then has no samples at all, if outputs are wrong after a turn (both
+    temperatures then), if more than MAX_STRAYS of its samples lie under the floor, if the clock stands still, or if all
+    samples were discarded.
     """
     table: dict[Temperature, dict[str, Series]] = {"cold": {}, "hot": {}}
     for temperature, group in table.items():
@@ -224,7 +224,7 @@ def _fail_both(table: Mapping[Temperature, Mapping[str, Series]], name: str, wro
 
 
 def _calibrate(series: Series, stopwatch: Stopwatch, policy: Policy) -> None:
-    """Finds the number of launches of a hot sample, and checks that the clock follows the work."""
+    """Finds the number of launches per hot sample, and checks that the clock follows the work."""
     alone = min(stopwatch.sample("hot", 1) for _ in range(3))
     if not _is_time(alone):
         series.fail("error", _no_time(alone))
@@ -244,7 +244,7 @@ def _calibrate(series: Series, stopwatch: Stopwatch, policy: Policy) -> None:
 def _turn(
     series: Series, number: int, contender: Contender, watch: Watch, throttled: Callable[[], str | None], policy: Policy
 ) -> str | None:
-    """One turn. A sentence if it left wrong outputs."""
+    """Runs one turn. Returns a sentence if it left wrong outputs."""
     watch.begin(series.name, series.temperature)
     throttled()
     if series.temperature == "hot":
@@ -267,7 +267,7 @@ def _turn(
 
 
 def _keep(series: Series, number: int, taken: Sequence[float], slow: str | None, floor: Floor | None) -> None:
-    """Keeps the samples of a turn that count."""
+    """Keeps those samples of a turn that count."""
     limit = floor.limit_us if floor else 0.0
     believed = [sample for sample in taken if sample >= limit]
     series.discarded[UNDER_THE_FLOOR] += len(taken) - len(believed)
@@ -309,7 +309,7 @@ def _no_time(sample: float) -> str:
 
 
 def timing_of(series: Series, run: str, row: Row, contender: Contender | None, program_sha256: str | None) -> Timing:
-    """The record line of `series` of `row`. `contender`: None for a row that was never timed."""
+    """The record line of `series` for `row`. `contender`: None for a row that was never timed."""
     floor = contender.floors.get(series.temperature) if contender else None
     again = f"{series.sentence.rstrip('.')}. Rerun: {bench_again(row)}"
     return Timing(

@@ -1,7 +1,7 @@
-"""One worker process that judges what is measured: ended when it takes too long, replaced when it dies or loses trust.
+"""One worker process that judges what is measured: killed when it takes too long, replaced when it dies or loses trust.
 
-Kernels run in runners of its own, which it ends itself. It writes its current stage into a file, for the process that
-must explain why the worker died or hangs.
+Kernels run in the worker's own runners, which it kills itself. It writes its current stage to a file, for the process
+that must explain why the worker died or hangs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _GRACE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerStage:
-    """What a worker does now. `backend`: whose code runs, None for the harness; `limit_s`: seconds it may take.
+    """What a worker is doing. `backend`: whose code runs, None for the harness. `limit_s`: seconds it may take.
 
-    `number` counts the stages of a worker, so that two of one kind differ.
+    `number` counts the stages of a worker, so that two similar stages differ.
     """
 
     number: int
@@ -43,8 +43,8 @@ class WorkerStage:
 
 
 class Progress:
-    """Writes the stage into a file, in place: one small write, cheap enough between two turns. `limit_s`: of the stage,
-    `left_s` what is left of it."""
+    """Writes the stage to a file, in place: one small write, cheap enough between two turns. `limit_s` is the stage's
+    limit, `left_s` what remains of it."""
 
     def __init__(self, path: Path, patience: float = 1.0) -> None:
         """`patience`: factor on all limits."""
@@ -55,7 +55,7 @@ class Progress:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the stage is too late; at least a little, so that it is the runner that is late."""
+        """Seconds left in the stage. Always above 0, so that a late runner is blamed and not the worker."""
         return max(0.01, self._until - time.monotonic())
 
     def enter(self, backend: str | None, doing: str, limit_s: float) -> None:
@@ -63,7 +63,7 @@ class Progress:
         self._number += 1
         self.limit_s = limit_s * self._patience
         self._until = time.monotonic() + self.limit_s
-        # The worker ends a runner that is late by itself.
+        # The grace period lets the worker kill a late runner itself.
         stage = json.dumps([self._number, backend, doing, self.limit_s + _GRACE_S])
         os.pwrite(self._descriptor, stage.encode().ljust(_BYTES), 0)
 
@@ -73,7 +73,7 @@ class Progress:
 
 
 def read_stage(path: Path) -> WorkerStage | None:
-    """The last stage entered. None if there was none, or if it is being written."""
+    """The last stage entered. None if there is none, or if it is just being written."""
     try:
         return WorkerStage(*json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -81,7 +81,7 @@ def read_stage(path: Path) -> WorkerStage | None:
 
 
 _POLL_S = 0.2
-# Before its first stage a worker starts, and the first one of a process waits for the import of torch.
+# Before its first stage a worker starts up, and the first worker of a process waits for the import of torch.
 _START_S = 120.0
 
 T = TypeVar("T")
@@ -97,10 +97,10 @@ class Death:
 
 
 class BenchWorker:
-    """Runs one function after another in its own process, which lasts as long as nothing goes wrong.
+    """Runs one function after another in its own process, which lives as long as nothing goes wrong.
 
-    Close it after use. Functions write their stages to the file at `progress`. A function that exceeds the limit of a
-    stage is ended.
+    Close it after use. Functions write their stages to the file at `progress`. A function that exceeds a stage's limit
+    is killed.
     """
 
     def __init__(self, progress: Path) -> None:
@@ -108,7 +108,7 @@ class BenchWorker:
         self._pool: ProcessPool | None = None
 
     def call(self, function: Callable[..., T], *args: Any) -> T | Death:
-        """What `function(*args)` returns in the worker, or how the worker died of it."""
+        """What `function(*args)` returns in the worker, or how the worker died."""
         self._progress.unlink(missing_ok=True)
         pool = self._pool or self._start()
         with interrupts_held_back():
@@ -118,7 +118,7 @@ class BenchWorker:
             try:
                 return future.result(timeout=_POLL_S)
             except NotYet as error:
-                # The function may have raised this itself, or ended since.
+                # The function may have raised this itself, or have ended since.
                 if future.done() and isinstance(future.exception(), NotYet):
                     return _death(error, read_stage(self._progress))
                 stage = read_stage(self._progress)
@@ -135,7 +135,7 @@ class BenchWorker:
                 return _death(error, read_stage(self._progress))
 
     def replace(self) -> None:
-        """Ends the process. The next call starts another."""
+        """Kills the process. The next call starts another."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()

@@ -1,5 +1,5 @@
-"""The `megamoe` command, a file a subcommand; only this room prints and reads the environment."""
+"""The `megamoe` command, one file per subcommand; only this room prints and reads the environment."""
 
 INTERRUPTED = 130
 READER_GONE = 141
-"""Exit statuses: 128 and the signal, as a shell has them."""
+"""Exit statuses as a shell reports them: 128 plus the signal number."""

@@ -1,4 +1,4 @@
-"""`megamoe check`: PTX, CUDA C++ and test-suites of kernels on the machine, without a GPU."""
+"""`megamoe check`: PTX, CUDA C++ and test suites of kernels on the machine, without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megamoe.records.lines import RecordError
 from megamoe.runner.limits import TimeIsUpError, memory_at_most, share_of_memory, time_at_most
 
 SCHEDULES = ("eager", "lazy", "random:0", "random:1")
-"""What a launch is tried under: work that completes at once, as late as the waits allow, and in between."""
+"""The schedules for a launch: work completes at once, as late as the waits allow, and in between."""
 _KERNELS = (".ptx", ".cu")
 _DTYPES = {
     "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64",
@@ -51,10 +51,11 @@ def check(
     sources: Sources, sought: Sought, launch: AskedLaunch, target: Target = "sm_100a", schedule: Schedule = None,
     entry: Entry = None, keep_ptx: KeptPtx = None,
 ) -> None:  # fmt: skip
-    """Looks for rules that kernels break. Exit status: 0 none, 1 findings that count, 2 input that cannot be used.
+    """Looks for rules that kernels break. Exit status: 0 none, 1 findings that count, 2 unusable input.
 
-    A kernel's file alone is read and bound: every instruction of every entry must have a meaning. With --entry it is
-    launched under several schedules, which must agree. A test-suite is run by pytest, with the machine for a GPU.
+    By default a kernel's file is only read and bound: every instruction of every entry must have a meaning. With
+    --entry the kernel is launched under several schedules, which must agree. pytest runs a test suite, with the machine
+    as its GPU.
     """
     if target not in TARGETS:
         _unusable(f"there is no machine for the target {target!r}; there is {' and '.join(TARGETS)}")
@@ -97,7 +98,7 @@ def check(
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """The launch that is `asked` for, its sizes as numbers."""
+    """The launch in `asked`, with its sizes as numbers."""
 
     entry: str
     grid: tuple[int, ...]
@@ -157,7 +158,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None:
-    """Bind every entry."""
+    """Binds every entry of the kernel file."""
     from megamoe.vm import Device, as_ptx, sentences
 
     device = Device(target)
@@ -177,7 +178,7 @@ def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None
 
 
 def _launched(kernel: str, target: str, launch: _Launch, schedules: list[str], checked: CheckedRun) -> None:
-    """Launch under each schedule on the same arguments. A launch that fails is not held against others."""
+    """Launches under each schedule on the same arguments. A launch that breaks a rule is not compared."""
     from megamoe.vm import Device
 
     first: list[object] | None = None
@@ -210,11 +211,11 @@ def _launched(kernel: str, target: str, launch: _Launch, schedules: list[str], c
 
 
 def _gathered(finding: KernelFinding) -> None:
-    """The ledger has it, and all of it is said at the end."""
+    """Reports nothing: the ledger has the finding, and all findings are reported at the end."""
 
 
 def _unlike(before: list[object], after: list[object]) -> tuple[int, int] | None:
-    """The first argument and byte in which two runs differ."""
+    """The first argument and byte at which two runs differ."""
     import numpy as np
 
     for index, (one, other) in enumerate(zip(before, after, strict=True)):
@@ -254,7 +255,7 @@ def _argument(text: str, index: int) -> object:
 def _tested(
     tests: list[str], target: str, schedule: str, sought: Sought, timeout: float, checked: CheckedRun
 ) -> None:  # fmt: skip
-    """Run test-suites in a process of their own. What pytest says goes to standard error beside another format."""
+    """Runs test suites in their own process. pytest writes to stderr if stdout gets findings that are not text."""
     if importlib.util.find_spec("pytest") is None:
         _unusable(f"{' '.join(tests)}: pytest runs test-suites, and it is not installed: pip install pytest")
     with scratch_folder("check") as folder:

@@ -1,4 +1,4 @@
-"""`megamoe gate` and `megamoe accept`: hold a run against the baseline, and take a change into it on purpose.
+"""`megamoe gate` and `megamoe accept`: check a run against the baseline, and accept an intended change into it.
 
 The gate closes on rows that are missing, did not pass, or got worse than the tracked baseline.
 """
@@ -75,9 +75,10 @@ def gate(
         Path | None, typer.Option("--trusted", metavar="KEYS", help="Only what one of these public keys has signed.")
     ] = None,
 ) -> None:
-    """Holds a run against the rows that it owed and against the baseline: the smoke profile, run now, or record files.
+    """Checks a run, either the smoke profile run now or record files, against the rows that it owed and the baseline.
 
-    Records owe the rows of the options or, with none, those that their runs owed, of shards the whole set's.
+    Records owe the rows that the options select. Without options they owe the rows that their runs owed; shards owe the
+    rows of the whole set.
     """
     out = console()
     for place, what in ((junit, "JUnit XML to"), (output, "records to")):
@@ -134,7 +135,7 @@ def _unsigned(file: RecordFile, keys: frozenset[str]) -> list[str]:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Stops the garbage collector, which would search hundreds of thousands of lines, all of them in use."""
+    """Stops the garbage collector, which would search hundreds of thousands of lines that are all in use."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -145,7 +146,7 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def _baseline(path: Path | None, specs: Path | None) -> Baseline | None:
-    """The baseline to hold rows against; None for specs of one's own, which ours says nothing about."""
+    """The baseline to compare rows with. None for the user's own specs, because our baseline does not cover them."""
     if path is not None and not path.exists():
         raise RecordError(f"there is no baseline {path}; `megamoe accept` makes one")
     if path is None and specs is not None:
@@ -155,10 +156,10 @@ def _baseline(path: Path | None, specs: Path | None) -> Baseline | None:
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """What there is to judge. `notes` are for the reader, `changed` are sentences that close the gate.
+    """What is to be judged. `notes` are for the reader; `changed` are sentences that close the gate.
 
-    `elsewhere`: findings about runs of another revision, which close a strict gate. `absent`: shards that are not
-    there; `rows` are without those that it speaks for.
+    `elsewhere`: findings about runs of another revision, which close a strict gate. `absent`: missing shards; `rows`
+    does not include the rows that it covers.
     """
 
     rows: list[Row]
@@ -173,7 +174,7 @@ class _Evidence:
 
 
 def _of_run(done: Conducted) -> RecordFile:
-    """The lines of a run as its file has them; those of a file that took no more as they should be."""
+    """The run's lines as its file has them. If the file could not be written to the end, as they should be."""
     if done.unwritten:
         return RecordFile(done.path, done.lines, None)
     file = read_records(done.path)
@@ -183,7 +184,7 @@ def _of_run(done: Conducted) -> RecordFile:
 def _evidence(
     files: Sequence[RecordFile], asked: Asked, known: Mapping[str, Spec], again: Again, nth: Nth | None = None
 ) -> _Evidence:
-    """`nth`: the one shard that is meant; None if what the files hold shall be whole. `again`: see absent_shards."""
+    """`nth`: the one shard to judge; None if the files must be complete. `again`: see absent_shards."""
     headers = [header for file in files for header in file.headers]
     selections = [asked.selection()] if asked.anything else [selection_in(header) for header in headers]
     if not selections:
@@ -214,14 +215,14 @@ def _evidence(
 
 
 def _shard_command(files: Sequence[RecordFile], rules: Rules) -> Again:
-    """Commands for shards of the runs in `files`: whole, so that they can be pasted where these files were made."""
+    """Makes commands for shards of the runs in `files`, complete enough to paste where the files were made."""
     timed = {line.run for file in files for line in file.timings}
     given = [("--specs", rules.specs), ("--expected", rules.expected)]
     extra = [word for option, path in given if path is not None for word in (option, str(path))]
 
     def command(header: RunHeader, index: str) -> str:
         assert header.shard is not None
-        # The index of many is a variable of a shell, which quotes would hide.
+        # For several shards the index is a shell variable, which must not be quoted.
         tail = f"--shard {index}/{header.shard.count} {shlex.join(['--run-set', header.shard.run_set, *extra])}"
         try:
             options = selection_in(header).options
@@ -264,7 +265,7 @@ def _verdict(
 
 
 def _accept_command(records: Sequence[Path], baseline: Path | None, specs: Path | None) -> Callable[..., str]:
-    """A function from the arguments of `megamoe accept` to the whole command, for the files at hand."""
+    """Returns a function from arguments of `megamoe accept` to the complete command for these files."""
     options = [part for path in records for part in ("--from", str(path))]
     options += [] if baseline is None else ["--baseline", str(baseline)]
     options += [] if specs is None else ["--specs", str(specs)]
@@ -277,14 +278,14 @@ def _accept_command(records: Sequence[Path], baseline: Path | None, specs: Path 
 
 
 def _changed_since(header: RunHeader, now: int) -> list[str]:
-    """A sentence if the selection of a run has another number of rows now: specs, backends or the file changed."""
+    """A sentence if the run's selection now has a different number of rows: specs, backends or the file changed."""
     if now == header.owed_rows:
         return []
     return [f"run {header.run} owed {header.owed_rows} rows when it began, its selection holds {now} now; run it again"]
 
 
 def _of_other_revisions(headers: Iterable[RunHeader]) -> tuple[list[str], list[Finding]]:
-    """Notes about runs whose revision, or ours, is unknown (no git history), and findings about runs of another one."""
+    """Notes about runs if their revision, or ours, is unknown (no git history); findings about runs of another."""
     here = git_revision(CHECKOUT)
     notes: list[str] = []
     found: list[Finding] = []
@@ -298,7 +299,7 @@ def _of_other_revisions(headers: Iterable[RunHeader]) -> tuple[list[str], list[F
     return list(dict.fromkeys(notes)), list(dict.fromkeys(found))
 
 
-# A change on purpose
+# Intended changes
 
 
 Rows = Annotated[list[str] | None, typer.Argument(metavar="ROW...", help="Rows as the gate prints them.")]
@@ -325,9 +326,9 @@ def accept(
     specs: Specs = None,
     expected: Expected = None,
 ) -> None:
-    """Takes rows, as a run has seen them, into the baseline that the gate holds runs against.
+    """Accepts rows, as a run has seen them, into the baseline that the gate compares runs with.
 
-    A row brings its counters, the compiler figures of its program and its times. A row that nobody owes any more leaves
+    A row brings its counters, the compiler figures of its program and its times. A row that is no longer owed leaves
     the baseline. A row that did not pass is refused.
     """
     out = console()
@@ -364,7 +365,7 @@ def accept(
 
 
 def _checked(reason: str) -> str:
-    """The reason in one line. SelectionError if it says nothing, like the dots that the gate prints for it."""
+    """The reason on one line. SelectionError if it says nothing, like the dots in the command that the gate prints."""
     text = " ".join(reason.split())
     if not any(character.isalnum() for character in text):
         raise SelectionError(
@@ -379,7 +380,7 @@ def _newest() -> list[Path]:
 
 
 def _quoted(words: list[str]) -> list[str]:
-    """The rows, if they were quoted; else one row, which the shell split into words."""
+    """The rows, if they were quoted; else a single row, which the shell has split into words."""
     return words if all(" on " in word for word in words) else [" ".join(words)]
 
 
@@ -394,7 +395,7 @@ def _matching(
 
 
 def _one_path(rows: list[Row], seen: Seen, baseline: Path | None) -> Path:
-    """The file that holds all of `rows`."""
+    """The one baseline file that holds all of `rows`. SelectionError if there are several."""
     if baseline is not None:
         return baseline
     headers = seen.rows

@@ -1,9 +1,9 @@
-"""The `megamoe` command: its subcommands, and how any of them ends.
+"""The `megamoe` command: its subcommands, and how each of them ends.
 
-Exit status: 0 all well, 1 the gate is closed, 2 input that cannot be used (one sentence on stderr), 130 interrupted,
-141 nobody reads the output. A command that ends without having said its verdict never ends with 0.
+Exit status: 0 all well, 1 the gate is closed, 2 unusable input (one sentence on stderr), 130 interrupted, 141 nobody
+reads the output. A command that ends without giving its verdict never ends with 0.
 
-A command imports what it needs and nothing of the others, so that a typing error is said at once.
+Only the requested command is imported, so that a typing error is reported at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import typer
 
 from megamoe.cli import INTERRUPTED, READER_GONE
 
-# typer has a copy of click inside and names only the most special of its errors.
+# typer bundles click and names only click's most specific errors.
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 _COMMANDS = {
     "list": ("show", "list_cases"),
@@ -38,11 +38,11 @@ _COMMANDS = {
 _EXPORT = "export"
 _ALL = (*_COMMANDS, _EXPORT)
 _COMPLETING = "_MEGAMOE_COMPLETE"
-"""What a shell sets to ask for completions."""
+"""The variable that a shell sets to request completions."""
 
 
 class Ended(Exception):
-    """A command that did not come to its end, with the exit status and a sentence, empty if nobody would read it."""
+    """A command ended early, with an exit status and a sentence, which is empty if nobody would read it."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -50,7 +50,7 @@ class Ended(Exception):
 
 
 def _user_errors() -> tuple[type[Exception], ...]:
-    """What input raises that cannot be used."""
+    """The exceptions that unusable input raises."""
     from megamoe.diff.sides import ComparisonError
     from megamoe.gate.expected import ExpectedError
     from megamoe.records.lines import RecordError
@@ -61,7 +61,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
 
 
 def _ending(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, whose every way to end but its own becomes Ended."""
+    """Wraps `command` so that every early end becomes Ended."""
 
     @wraps(command)
     def ended(*arguments: object, **options: object) -> None:
@@ -78,7 +78,7 @@ def _ending(command: Callable[..., None]) -> Callable[..., None]:
         except _user_errors() as error:
             raise Ended(2, str(error)) from error
         except OSError as error:
-            # Of stdout, of the temporary folder, of the current one: what a command reads and writes by name says more.
+            # About stdout, the temporary or the current folder. Files that a command names have better messages.
             where = f" {error.filename}" if error.filename else ""
             raise Ended(2, f"cannot read or write{where}: {error.strerror or error}") from error
 
@@ -100,7 +100,7 @@ def _house(
 
 
 def app(names: Iterable[str] = _ALL) -> typer.Typer:
-    """The commands of these names, as typer has them."""
+    """A typer app with the commands of these names."""
     made = typer.Typer(
         name="megamoe",
         help="Conformance and benchmark harness for attention and NVFP4 Mixture-of-Experts kernels.",
@@ -129,7 +129,7 @@ def _export() -> typer.Typer:
 
 
 def _needed(words: Sequence[str]) -> Sequence[str]:
-    """The commands that a command line may be about: all of them for `--help`, a typing error, a completion."""
+    """The commands that a command line may use: all of them for `--help`, a typing error or a completion."""
     named = next((word for word in words if not word.startswith("-")), None)
     if _COMPLETING in os.environ or not (named in _ALL or list(words) == ["--version"]):
         return _ALL
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end_of(error: Exception) -> tuple[int, str]:
-    """The exit status of a command that ended so, and what is said of it."""
+    """The exit status and the message for a command that ended with `error`."""
     if isinstance(error, Ended):
         return error.status, "" if error.status == READER_GONE else f"megamoe: {error}"
     if isinstance(error, BrokenPipeError):
@@ -165,7 +165,7 @@ def _end_of(error: Exception) -> tuple[int, str]:
 
 
 def _usage(error: Exception) -> str:
-    """What typer would print about options that it cannot use; for a command without any, its help."""
+    """What typer would print about unusable options; for a command without any, its help."""
     context, text = getattr(error, "ctx", None), str(getattr(error, "format_message", error.__str__)())
     if context is None or text.startswith("Usage:"):
         return text

@@ -1,4 +1,4 @@
-"""Options that several commands share, what completes them in a shell, and what they mean."""
+"""Options that several commands share, their shell completions, and what they mean."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megamoe.spec.selection import DEFAULT_EXECUTOR, DEFAULT_PROFILE, Selection,
 
 
 def _completed(known: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """What a shell may complete a value to. Specs that cannot be read complete nothing."""
+    """A completer that offers the `known` values. It offers none if the specs cannot be read."""
 
     def starting_with(incomplete: str) -> list[str]:
         try:
@@ -56,7 +56,7 @@ Number = TypeVar("Number", int, float)
 
 
 def bounded(kind: Callable[[str], Number], least: Number, most: Number) -> Callable[[object], Number]:
-    """A parser of an option: a number of `kind` from `least` to `most`, or a sentence with what was written."""
+    """Parser for an option: a number of `kind` from `least` to `most`, or an error that quotes the input."""
     what = "whole number" if kind is int else "number"
 
     def parsed(text: object) -> Number:
@@ -64,7 +64,7 @@ def bounded(kind: Callable[[str], Number], least: Number, most: Number) -> Calla
             value = kind(str(text))
         except ValueError:
             value = None
-        # NaN is not within any bounds.
+        # NaN is outside any bounds.
         if value is None or not least <= value <= most:
             raise typer.BadParameter(f"{shortened(repr(str(text)))} is no {what} from {least:,} to {most:,}")
         return value
@@ -107,7 +107,7 @@ Expected = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The values of the options that select rows; None for an option that was not given."""
+    """The options that select rows; None for an option that was not given."""
 
     profile: ProfileName = None
     op: Ops = None
@@ -137,7 +137,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class HowCompared:
-    """How two sides are held against each other."""
+    """How two sides are compared."""
 
     across: Annotated[bool, typer.Option("--across", help="Compare other machines or versions; labelled.")] = False
     rename: Annotated[
@@ -148,7 +148,7 @@ class HowCompared:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What a run may take."""
+    """The resources that a run may use."""
 
     jobs: Jobs = JOBS
     timeout: TimeLimit = DEFAULT_TIMEOUT_S
@@ -157,7 +157,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """Which findings of kernels count, and how they are said."""
+    """Which kernel findings count, and how they are reported."""
 
     profile: Annotated[
         str, typer.Option("--profile", metavar="NAME", help="strict, default or lenient: which findings count.")
@@ -173,12 +173,12 @@ class Sought:
 
 Sizes = Annotated[str, typer.Option(metavar="X[,Y[,Z]]")]
 MAX_SMEM = 1 << 20
-"""More than any CTA has; the machine says how much that is."""
+"""More than any CTA has; the machine reports the actual limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskedLaunch:
-    """How `megamoe check` launches a kernel; `timeout` holds for one that is only read, and for launches of tests."""
+    """How `megamoe check` launches a kernel. `timeout` also limits reading a kernel, and launches in tests."""
 
     grid: Sizes = "1"
     block: Sizes = "128"
@@ -202,7 +202,7 @@ class AskedLaunch:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What rows are held to. `specs`, `expected`: None for ours."""
+    """What rows are checked against. `specs`, `expected`: None for ours."""
 
     specs: Specs = None
     expected: Expected = None
@@ -210,7 +210,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which share of the rows is meant."""
+    """Which share of the rows to run or judge."""
 
     shard: Annotated[
         str | None, typer.Option("--shard", metavar="I/N", help="Part I of N, of about equal cost; the rest elsewhere.")
@@ -222,7 +222,7 @@ class Share:
 
     @property
     def nth(self) -> Nth | None:
-        """The shard, None for all rows. Raises SelectionError for options that mean none."""
+        """The shard; None for all rows. Raises SelectionError for options that name none."""
         if self.shard is None and self.run_set is not None:
             raise SelectionError("--run-set names what shards have in common: give --shard I/N too")
         return None if self.shard is None else Nth.parse(self.shard, self.run_set or "")
@@ -232,9 +232,9 @@ GROUPS = (Asked, HowCompared, Effort, Sought, AskedLaunch, Rules, Share)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replaces each parameter of `command` that is one of GROUPS by an option for each of its fields.
+    """Replaces each parameter of `command` whose type is one of GROUPS by one option per field.
 
-    Typer reads options from the signature, so this makes a signature.
+    Typer reads options from the signature, so this builds a signature.
     """
     groups: dict[str, type] = {}
     parameters: list[Parameter] = []
@@ -261,7 +261,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def find_modules_of_the_user(names: list[str]) -> None:
-    """Lets package.module:ATTRIBUTE name a module in the current folder; a console script does not search there."""
+    """Makes package.module:ATTRIBUTE find modules in the current folder, where a console script does not search."""
     if any(":" in name for name in names) and "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
@@ -270,9 +270,9 @@ EXPECTED = CHECKOUT / "conformance" / "expected.yaml"
 
 
 def expectations_of(path: Path | None, specs: Path | None = None) -> tuple[Expectation, ...]:
-    """The entries of `path`, which must exist. Without a path those of conformance/expected.yaml, if it is there.
+    """The entries of `path`, which must exist. Without a path, those of conformance/expected.yaml, if it exists.
 
-    With `specs`, a folder of one's own, and without a path: none, since ours say nothing about other specs.
+    With `specs`, a folder of the user's own, and no path: none, because our entries do not cover other specs.
     """
     if path is None and (specs is not None or not EXPECTED.exists()):
         return ()

@@ -1,4 +1,4 @@
-"""`megamoe run`: judges rows and records them. megamoe.cli.gate holds records against the rows that were owed."""
+"""`megamoe run`: judges rows and records them. megamoe.cli.gate checks records against the rows that were owed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(
         Path | None, typer.Option("--sign", metavar="KEY", help="Sign the records: an Ed25519 key, PEM.")
     ] = None,
 ) -> None:
-    """Judges rows in isolated processes, records them, and holds the records against the rows that were owed.
+    """Judges rows in isolated processes, records them, and checks the records against the rows that were owed.
 
     Writes results/runs and results/failures in the current folder. Ctrl-C leaves a record file that --resume finishes.
     """
@@ -116,10 +116,10 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a run owes, and the record file at `path` that it appends to.
+    """What a run owes, and the record file at `path` to which it appends.
 
-    `left`: those of `rows` that are to be run now. `before`: records of earlier runs in the file, about the others.
-    `shard`: which part of the selection the rows are, None if they are all of it.
+    `left`: the subset of `rows` to run now. `before`: records of the other rows, from earlier runs in the file.
+    `shard`: which part of the selection the rows are; None if they are all of it.
     """
 
     selection: Selection
@@ -137,9 +137,9 @@ def plan_of(
     nth: Nth | None = None,
     digests: Mapping[str, str] | None = None,
 ) -> RunPlan:
-    """A run of all that `selection` owes, or of a shard of it, into `output` or a new file.
+    """Plans a run of all rows that `selection` owes, or of a shard of them, into `output` or a new file.
 
-    `digests`: what the name of a run set is made from, where it has none. Raises what owed_rows and cut raise.
+    `digests`: used to name a run set that has no name. Raises what owed_rows and cut_now raise.
     """
     rows, shard, label = owed_rows(known, selection), None, selection.label
     if nth is not None:
@@ -151,7 +151,7 @@ def plan_of(
 
 
 def rows_of(known: Mapping[str, Spec], header: RunHeader) -> list[Row]:
-    """What the run of `header` owes by today's specs. RecordError for a shard whose rows are others today."""
+    """The rows that the run of `header` owes by today's specs. RecordError for a shard whose rows have changed."""
     rows = owed_rows(known, selection_in(header))
     if header.shard is None:
         return rows
@@ -166,9 +166,9 @@ def rows_of(known: Mapping[str, Spec], header: RunHeader) -> list[Row]:
 
 
 def unfinished(known: Mapping[str, Spec], path: Path) -> RunPlan:
-    """What is left of the last run in the file at `path`. Takes out what would contradict the rows to come.
+    """Plans the rest of the last run in the file at `path`. Removes lines that would contradict the rows to come.
 
-    That is a torn last line, which a killed run left, and the lines that say of a row that it was not run.
+    These are a torn last line left by a killed run, and lines that record a row as not_run.
     """
     with _sole_writer(path):
         file = read_records(path)
@@ -181,7 +181,7 @@ def unfinished(known: Mapping[str, Spec], path: Path) -> RunPlan:
         done = {one.row for one in before}
         left = [row for row in rows if row not in done]
         again = set(left)
-        # The text of each line as it is, whatever version wrote it.
+        # Keeps each line's text as it is, whatever version wrote it.
         texts = path.read_bytes().split(b"\n")[: len(file.lines)]
         kept = [
             text
@@ -196,7 +196,7 @@ def unfinished(known: Mapping[str, Spec], path: Path) -> RunPlan:
 
 @contextmanager
 def _sole_writer(path: Path) -> Iterator[None]:
-    """The lock of RecordWriter, held while the file is replaced by a part of itself."""
+    """Holds the lock of RecordWriter while the file is replaced by a part of itself."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
     except OSError as error:
@@ -220,7 +220,7 @@ def selection_in(header: RunHeader) -> Selection:
 
 
 def _failed_last() -> Selection:
-    """The rows of the newest run that went wrong: what is unsupported did not, and what was not run may not have."""
+    """The rows of the newest run that went wrong. Unsupported rows did not, and rows that were not run may not have."""
     newest = newest_run()
     if newest is None:
         raise SelectionError(f"there is no run in {RUNS} of the current folder, so nothing failed last")
@@ -233,7 +233,7 @@ def _failed_last() -> Selection:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """Settings of a run. `timeout`: host seconds a row. `quiet`: no progress. `ray`: the cluster that runs the rows."""
+    """Settings of a run. `timeout`: host seconds per row. `quiet`: no progress. `ray`: the cluster that runs rows."""
 
     specs: Path | None
     jobs: int
@@ -245,10 +245,10 @@ class How:
 
 @dataclass(frozen=True, slots=True)
 class Conducted:
-    """A finished run: its id and its lines. The file at `path` may hold earlier runs too.
+    """A finished run: its id and its lines. The file at `path` may also hold earlier runs.
 
-    `cut_short`: why rows were not run, as their records say, or "". `lines`: those of this run, as they are in the file
-    or, where that took no more (`unwritten` says why), as they should be.
+    `cut_short`: why rows were not run, as their records say, or "". `lines`: this run's lines as they are in the file.
+    If the file could not be written to the end (`unwritten` says why), the lines as they should be.
     """
 
     run: str
@@ -269,7 +269,7 @@ def _runs_on(record: Record) -> bool:
 def conduct(
     known: Mapping[str, Spec], plan: RunPlan, how: How, stops: Callable[[Record], bool] = _runs_on
 ) -> Conducted:
-    """Runs the rows that `plan` has left and records them; the run ends after a record of which `stops` is true.
+    """Runs the rows that are left in `plan` and records them. The run ends after a record for which `stops` is true.
 
     Raises what RecordWriter raises.
     """
@@ -301,10 +301,10 @@ def conduct(
 
 
 def _device(rows: Sequence[Row], folder: Path) -> DeviceFacts | None:
-    """The device of the first executor that has one, as a worker process finds it; None if there is none."""
+    """The device of the first executor that has one, as a worker process sees it; None if there is none."""
     for row in {row.executor: row for row in rows if row.executor != DEFAULT_EXECUTOR}.values():
         if keeps_time(row.executor):
-            # These import torch, which a run without a device need not pay for here.
+            # Imported here because they import torch, which a run without a device does not need.
             from megamoe.bench.run import device_of
             from megamoe.bench.worker import BenchWorker
 
@@ -320,7 +320,7 @@ def _compilers() -> dict[str, str]:
 
 
 def end_if_cut_short(done: Conducted) -> None:
-    """Ends the command if records are lost or rows were left, once the verdict on what ran is printed."""
+    """Ends the command if records are lost or rows are left. Called once the verdict on the other rows is printed."""
     if done.unwritten:
         raise RecordError(f"{done.unwritten}; the verdict above is on rows that the file does not have")
     if not done.cut_short:
@@ -337,7 +337,7 @@ def end_if_cut_short(done: Conducted) -> None:
 
 @dataclass(slots=True)
 class _Lines:
-    """Lines on their way to the file. One that it does not take ends the recording and not the run."""
+    """Lines on their way to the file. If the file refuses one, recording ends and the run goes on."""
 
     writer: RecordWriter
     all: list[AnyLine]
@@ -362,7 +362,7 @@ def _run_and_record(
 ) -> Conducted:
     """Runs the rows left and appends each record as it comes, then agreements of backends, then compiler figures.
 
-    After Ctrl-C, or once nobody reads the output any more, it records the remaining rows as not_run.
+    After Ctrl-C, or if nobody reads the output any more, it records the remaining rows as not_run.
     """
     records: list[Record] = []
     cut_short = ""
@@ -385,7 +385,7 @@ def _run_and_record(
                         break
         except (KeyboardInterrupt, BrokenPipeError):
             cut_short = INTERRUPTED_BEFORE
-            # The interruption may have come after a record was written and before it was kept.
+            # The interruption may have come after a record was written and before it was added to `records`.
             records = [line for line in lines.all if isinstance(line, Record)]
         if cut_short:
             done = {record.row for record in records}
@@ -430,7 +430,7 @@ def _judging(how: How) -> Judging:
 def _side_by_side(run: str, records: Sequence[Record], outputs: Path | None) -> list[Agreement]:
     if outputs is None:
         return []
-    # This imports NumPy, which would slow down the start of every command.
+    # Imports NumPy, which would slow down the start of every command.
     from megamoe.judge.side_by_side import agreements
 
     return agreements(run, records, outputs)

@@ -1,4 +1,4 @@
-"""The commands that look and judge nothing: `megamoe list`, `doctor`, `schema` and `explain`."""
+"""The commands that only show something: `megamoe list`, `doctor`, `schema` and `explain`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ _Row = tuple[Case, list[str], list[str], bool]
 
 
 def _rows(spec: Spec, matrix: list[str] | None, profile: str | None) -> list[_Row]:
-    """The cases of a spec with their matrices, profiles and whether they are published. SpecError: unknown names."""
+    """The cases of a spec with their matrices, profiles and whether they are published. SpecError for unknown names."""
     matrices = {name: {case.id for case in cases} for name, cases in spec.matrices.items()}
     profiles = {name: {case.id for case in one.cases} for name, one in spec.profiles.items()}
     for name in matrix or ():
@@ -117,7 +117,7 @@ def _as_json(case: Case, matrices: list[str], profiles: list[str], published: bo
 
 
 def _print_table(rows: list[_Row], with_axes: bool) -> None:
-    """A line for each case. The id omits axes at their default; `with_axes` adds a column for each axis that varies."""
+    """One line per case. The id omits axes at their default; `with_axes` adds a column for each axis that varies."""
     axes = dict.fromkeys(name for case, *_ in rows for name, _ in case.axes) if with_axes else ()
     varying = [name for name in axes if len({dict(case.axes).get(name) for case, *_ in rows}) > 1]
     table = Table(box=None, header_style="bold")
@@ -164,7 +164,7 @@ class Capability:
 
 
 def capabilities(specs: Path | None = None) -> Iterator[Capability]:
-    """Checks the machine, cheap checks first. Raises nothing: what is broken is a Capability that does not work."""
+    """Checks the machine, cheap checks first. Raises nothing: a broken component is a Capability that does not work."""
     yield Capability("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield Capability("megamoe", True, f"{installed_version('megamoe')}, revision {git_revision(CHECKOUT)}")
     for name in ("torch", "numpy"):
@@ -272,7 +272,7 @@ def schema(
         int, typer.Option("--version", parser=bounded(int, 0, 10**6), metavar="N", help="Of this version.")
     ] = SCHEMA_VERSION,
 ) -> None:
-    """Prints the JSON Schema of a line of a record file; results/schema holds what it prints."""
+    """Prints the JSON Schema of a line of a record file. results/schema holds the output."""
     from megamoe.records.lines import VERSIONS, record_schema
 
     if version not in VERSIONS:
@@ -287,7 +287,7 @@ EXPLAIN = "megamoe.cli.show:explained"
 MAX_EXPLAINED_S = 600.0
 REPORT_WIDTH = 180
 STYLES = frozenset({"bold", "dim", "none", "red", "green", "yellow", "blue", "magenta", "cyan"})
-"""Words of a style that a page from a runner may have: no links, nothing that hides text."""
+"""Style words that a page from a runner may use: no links, nothing that hides text."""
 
 
 def explain_case(
@@ -315,7 +315,7 @@ def explain_case(
     except UnsupportedError as error:
         raise SelectionError(str(error)) from error
     except (RunnerDiedError, RunnerFaultError) as error:
-        # A backend may be the user's own code and do anything.
+        # A backend may be the user's own code and fail in any way.
         raise SelectionError(f"{case} on {backend} cannot be explained: {error}") from error
     if "refused" in found:
         raise SelectionError(printable(str(found["refused"])))
@@ -331,8 +331,8 @@ def explain_case(
 
 
 def styled(pieces: object) -> Text:
-    """Pieces of text with their styles, as `explained` tells them: foreign text, so that only STYLES count as one, and
-    control characters are escaped. SelectionError for what is no such thing."""
+    """Text from the styled pieces that `explained` returns. They are untrusted: only STYLES count as styles, and
+    control characters are escaped. SelectionError for anything else."""
     text = Text()
     try:
         for piece, style in cast("list[tuple[str, str]]", pieces):
@@ -346,9 +346,9 @@ def explained(request: Frame) -> Frame:
     """Explains a row in a runner: `specs` (a folder or None), `row`, `folder`, `width` -> `files`, `broken`, and
     `report`, pieces of text with their styles.
 
-    `refused`: a sentence, instead of all that, if the row cannot be explained.
+    Returns only `refused`, a sentence, if the row cannot be explained.
     """
-    # These import torch, which would slow down every other command.
+    # Imported here because they import torch, which would slow down every other command.
     from megamoe.explain.explain import ExplainError, explain, write_files
     from megamoe.explain.tables import report
 

@@ -1,7 +1,7 @@
-"""What a person sees: the one console, the progress of a run, and a verdict. Nothing else writes to a terminal.
+"""What the user sees: the one console, the progress of a run, and a verdict. Nothing else writes to a terminal.
 
-A sentence may repeat bytes of a backend, a file or an option. Here control characters are escaped, so that none of
-them moves the cursor, paints over a verdict or makes a line of its own.
+A message may repeat bytes from a backend, a file or an option. Control characters are escaped here, so that none of
+them moves the cursor, paints over a verdict or starts a new line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLAIN_LINE_EVERY_S = 10.0
 MIN_FOLDED = 3
 _FOLDED: tuple[Status, ...] = ("unsupported", "not_run")
 
-# C0 but for tab and newline, DEL, C1, and what reorders or separates lines: ISO 6429, Unicode 3.11 and UAX #9.
+# C0 except tab and newline, DEL, C1, and characters that reorder or separate lines: ISO 6429, Unicode 3.11, UAX #9.
 _CONTROLS = (*range(9), *range(11, 32), *range(127, 160), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F))
 _ESCAPED: Mapping[int, str] = {
     code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROLS, *range(0x2066, 0x206A))
@@ -41,42 +41,42 @@ _ESCAPED: Mapping[int, str] = {
 
 
 def printable(text: str) -> str:
-    """`text` with each control character but tab and newline as Python would escape it."""
+    """`text` with each control character except tab and newline escaped as in Python."""
     return text if text.isprintable() else text.translate(_ESCAPED)
 
 
 def on_one_line(text: str) -> str:
-    """A sentence that cannot pretend to be two lines."""
+    """Makes a message that cannot pretend to be two lines."""
     return printable(text).replace("\n", "\\n")
 
 
 class Terminal(Console):
-    """A console that shows no control character of a text, and says by BrokenPipeError that its reader is gone."""
+    """A console that escapes control characters in text, and raises BrokenPipeError when its reader is gone."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As of Console. Moves of the cursor, which rich makes itself, are segments of their own kind."""
+        """As in Console. Cursor moves that rich makes itself are control segments and pass unchanged."""
         for one in super().render(renderable, options):
             yield one if one.control else Segment(printable(one.text), one.style)
 
     def on_broken_pipe(self) -> None:
-        """Rich would exit from within a print."""
+        """Raises BrokenPipeError, because rich would exit from within a print."""
         self.quiet = True
         raise BrokenPipeError
 
 
 def console(quiet: bool = False) -> Console:
-    """The console of a command: as wide as the terminal, or 200 columns where there is none. `quiet` shows nothing."""
+    """The console of a command: as wide as the terminal, or 200 columns without one. `quiet` shows nothing."""
     found = Terminal(highlight=False, soft_wrap=True, quiet=quiet)
     return found if found.is_terminal else Terminal(highlight=False, soft_wrap=True, width=200, quiet=quiet)
 
 
 def complain(text: str) -> None:
-    """Prints one sentence on stderr; of one that repeats a long option or file, the beginning."""
+    """Prints one sentence on stderr, shortened if it repeats a long option or file."""
     print(printable(shortened(text, MAX_LINE_TEXT)), file=sys.stderr)
 
 
 def in_ci() -> bool:
-    """Whether a CI service runs this. All of them set CI."""
+    """Whether a CI service runs this; all of them set CI."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false")
 
 
@@ -84,7 +84,7 @@ INTERRUPT_AGAIN_S = 5.0
 
 
 def let_go_of_stdout() -> None:
-    """Points stdout at nothing, so that the end of the process does not complain about its reader once more."""
+    """Redirects stdout to /dev/null, so that Python does not complain about the lost reader again at exit."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, sys.stdout.fileno())
     os.close(nothing)
@@ -92,9 +92,9 @@ def let_go_of_stdout() -> None:
 
 @contextmanager
 def ended_with_its_reader() -> Iterator[None]:
-    """Interrupts this process, as Ctrl-C would, once nobody reads its stdout any more: a pipe that `head` closed.
+    """Interrupts this process, as Ctrl-C does, when the reader of its stdout pipe is gone, as after `| head`.
 
-    A print would notice only at the next row, and a row may take minutes.
+    A print would notice that only at the next row, and a row may take minutes.
     """
     descriptor = -1
     try:
@@ -107,7 +107,7 @@ def ended_with_its_reader() -> Iterator[None]:
         return
     over = threading.Event()
     watcher = threading.Thread(target=_watch, args=(descriptor, over), daemon=True)
-    # A script's background job begins with SIGINT ignored, and an interrupt of its own would be lost.
+    # A script's background job starts with SIGINT ignored; this process's own interrupt would then be lost.
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -121,13 +121,13 @@ def ended_with_its_reader() -> Iterator[None]:
 
 
 def _watch(descriptor: int, over: threading.Event) -> None:
-    # POLLERR is reported unasked for, and on Linux only once the last reader is gone.
+    # poll reports POLLERR without being asked, and on Linux only once the last reader is gone.
     poll = select.poll()
     poll.register(descriptor, 0)
     while not over.is_set():
         if poll.poll(200) and not over.is_set():
             os.kill(os.getpid(), signal.SIGINT)
-            # An interrupt is lost where Python may not raise: in a callback, or in an object's end. So ask again.
+            # An interrupt is lost where Python cannot raise, such as in a callback or a finaliser. So repeat it.
             over.wait(INTERRUPT_AGAIN_S)
 
 
@@ -149,7 +149,7 @@ def _bar(console: Console) -> Progress:
 
 
 class RunProgress:
-    """A bar with counts and the remaining time on a terminal, plain lines elsewhere, and each row that went wrong."""
+    """A bar with counts and remaining time on a terminal, plain lines elsewhere, and each row that went wrong."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._console, self._total = console, total
@@ -189,10 +189,10 @@ class RunProgress:
 
 
 def print_verdict(verdict: Verdict, records: Sequence[Record], quiet: bool = False, summed_up: str = "") -> None:
-    """Prints a table of the records, a sentence a finding, and the line that sums up; `quiet`: no table.
+    """Prints a table of the records, one sentence per finding, and a summary line. `quiet`: no table.
 
-    Rows that are unsupported, or were not run, for one reason share a sentence. Rows whose sentence holds `summed_up`
-    get none: the command has one for all of them.
+    Rows that are unsupported or were not run for the same reason share a sentence. Rows whose sentence contains
+    `summed_up` get none, because the command prints one for all of them.
     """
     out = console()
     if records and not quiet:
@@ -206,9 +206,9 @@ def print_verdict(verdict: Verdict, records: Sequence[Record], quiet: bool = Fal
 
 
 def _counted_only(records: Sequence[Record]) -> str:
-    """What rows of unregistered backends passed with, though the ISA forbids it; "" if nothing.
+    """Lists what the ISA forbids and rows of unregistered backends passed with nevertheless; "" if nothing.
 
-    Of the others the gate holds these counters to a baseline.
+    For registered backends the gate compares these counters with a baseline.
     """
     counts, rows = Counter[str](), 0
     for record in records:
@@ -221,7 +221,7 @@ def _counted_only(records: Sequence[Record]) -> str:
 
 
 def _sentences(findings: Sequence[Finding], records: Mapping[Row, Record | None], summed_up: str) -> Iterator[str]:
-    """The findings as sentences. One that speaks of a row alike with MIN_FOLDED or more others is said once."""
+    """The findings as sentences. If MIN_FOLDED or more rows share a reason, it is printed once."""
     groups: dict[str, list[Finding]] = {}
     for number, one in enumerate(findings):
         record = records.get(one.row) if one.row else None
@@ -242,7 +242,7 @@ def _without_row(record: Record, sentence: str) -> str:
 
 
 def _table(records: Sequence[Record]) -> Table:
-    """Counts by op, backend, target, executor and status, with the host seconds of the judge."""
+    """Counts by op, backend, target, executor and status, with the judge's host seconds."""
     groups: dict[tuple[str, str, str, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.op, record.backend, record.target, record.executor), []).append(record)

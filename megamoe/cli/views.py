@@ -1,4 +1,4 @@
-"""The commands that make something else of record files: `megamoe compare`, `report` and `export`."""
+"""The commands that turn record files into something else: `megamoe compare`, `report` and `export`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from typing import Literal
 
 from megamoe.records.files import read_records, write_folder
 
-# What became of every row between two runs
+# What changed in each row between two runs
 
 
 _SIDE = "a record file, a folder of them, a git revision, or REV:PATH"
@@ -55,12 +55,12 @@ def compare(
 ) -> None:
     """Compares two runs row by row: statuses and counters exactly, times by intervals on raw samples.
 
-    A revision alone means the tracked baselines at it; beside a run, those of what the run ran on. With --rename two
-    backends, or two versions of one, are held against each other; BEFORE and AFTER may then be one file. Exit status: 0
-    fine; 1 a regression, a missing row, a worse status; 2 nothing that can be compared. How times are compared, and how
-    often it errs: results/README.md.
+    A revision alone means its tracked baselines. Compared with a run, it means only the baselines of what that run ran
+    on. With --rename two backends, or two versions of one, are compared; BEFORE and AFTER may then be the same file.
+    Exit status: 0 fine; 1 a regression, a missing row, a worse status; 2 nothing to compare. results/README.md explains
+    how times are compared and how often that is wrong.
     """
-    # Only this command needs tables and the differ; the others start faster without.
+    # Only this command needs tables and the differ; the others start faster without them.
     from megamoe.diff.differ import compare_runs
     from megamoe.diff.sides import read_side
     from megamoe.report.comparison import (
@@ -117,8 +117,8 @@ def report(
 ) -> None:
     """Makes one self-contained HTML page of record files: matrix, times, comparison, coverage, history.
 
-    --against compares RECORDS, or else the newest run, with BASE. Exit status: 0, also if rows failed; 2 for files that
-    cannot be used.
+    --against compares RECORDS, or by default the newest run, with BASE. Exit status: 0, also if rows failed; 2 for
+    unusable files.
     """
     from megamoe.report.material import gather, record_files
 
@@ -175,11 +175,11 @@ def _compared(against: str, given: Sequence[Path], held: HowCompared, specs: Map
     return compare_runs(read_side(against), after, specs, across=held.across, renames=held.rename or ())
 
 
-# The formats of others
+# Foreign formats
 
 
 def formats() -> None:
-    """Writes records in the formats of others."""
+    """Writes records in the formats of other tools."""
 
 
 def export_flashinfer(
@@ -190,9 +190,9 @@ def export_flashinfer(
     ] = "cold",
     specs: Specs = None,
 ) -> None:
-    """Writes a dataset of flashinfer-bench: definitions, workloads, solutions and traces.
+    """Writes a dataset for flashinfer-bench: definitions, workloads, solutions and traces.
 
-    Only rows that passed have times. Exit status 2 if nothing can be exported; then nothing is written.
+    Only rows that passed have times. Exit status 2 if nothing can be exported; nothing is written then.
     """
     from megamoe.export.flashinfer.dataset import ExportError, dataset_of, files_of
 

@@ -1,15 +1,15 @@
-"""NVFP4: 4-bit floats (e2m1), one e4m3 scale for each 16 of them, one fp32 global scale for many; and their layouts.
+"""NVFP4: 4-bit floats (e2m1), one e4m3 block scale per 16 of them, one fp32 global scale for many; and their layouts.
 
-A number is decode_e2m1(code) * decode_scales(sf) * gs. Two codes share a byte, the first of them in the low nibble
-(facts.md 2.5); blocks of 16 lie along the last axis, K.
+A number is decode_e2m1(code) * decode_scales(sf) * gs. Two codes share a byte, the first one in the low nibble
+(facts.md 2.5). Blocks of 16 lie along the last axis, K.
 
     gs = global_scale(w, per=1)                     # one for each index of the first axis: per expert, per token
     codes, sf = quantise(w, gs)                     # uint8 [..., K / 2] and uint8 [..., K / 16]
     w = dequantise(codes, sf, gs)
 
-Swizzled block scales are in atoms of 512 bytes for 128 rows by 4 blocks along K. Scale `j` of row `r` of an atom is at
-byte (r % 32) * 16 + (r // 32) * 4 + j; atoms along K lie next to each other (facts.md 2.4). tcgen05.mma reads an atom
-as tcgen05.cp.32x128b.warpx4 copies it. Rows and blocks that fill up the last atoms are padding and mean nothing.
+Swizzled block scales are stored in atoms of 512 bytes, for 128 rows by 4 blocks along K. Scale `j` of row `r` of an
+atom is at byte (r % 32) * 16 + (r // 32) * 4 + j; atoms along K are adjacent (facts.md 2.4). tcgen05.mma reads an atom
+as tcgen05.cp.32x128b.warpx4 copies it. Rows and blocks that fill up the last atoms are padding without meaning.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SF_VEC_SIZE: Final = 16
 E2M1_MAX: Final = 6.0
 E4M3_MAX: Final = 448.0
 E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Elements worked on at a time. On a CPU, what one pass writes must still be in the cache for the next. On a device,
-# launching the passes must cost less than running them.
+# Elements per pass. On a CPU, the output of one pass must still be in the cache for the next one. On a device, the
+# passes must take longer to run than to launch.
 CHUNK: Final = 1 << 16
 DEVICE_CHUNK: Final = 1 << 24
 
@@ -33,9 +33,9 @@ _ONE: Final = 127 << 23
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """uint8 of the shape of `values`: codes 0..15, rounded to nearest even and saturated to 6, signs of zeros kept.
+    """uint8 in the shape of `values`: codes 0..15, rounded to nearest even and saturated to 6, signs of zeros kept.
 
-    It reads `values` as float32, so a double is rounded twice. ValueError for a NaN.
+    Reads `values` as float32, so a double is rounded twice. ValueError for a NaN.
     """
     if torch.isnan(values).any():
         raise ValueError(f"{_first(torch.isnan(values))} is NaN, which e2m1 cannot hold")
@@ -43,12 +43,12 @@ def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(values: torch.Tensor) -> torch.Tensor:
-    """int32 codes of float32 [n], which is overwritten."""
+    """int32 codes of float32 [n]. Overwrites its input."""
     bits = values.view(torch.int32)
     sign = (bits >> 28).bitwise_and_(8)
     values.abs_().clamp_(max=E2M1_MAX)
-    # Adding 2**22 times the power of two at or below a number leaves one bit of its mantissa and rounds the sum to
-    # nearest even. Below 1 the steps stay those of [1, 2): e2m1's subnormals have the same steps.
+    # Adding 2**22 times the greatest power of two not above a number leaves one mantissa bit and rounds the sum to
+    # nearest even. Below 1 the step stays that of [1, 2), because e2m1's subnormals have the same step.
     power = bits.bitwise_and(_EXPONENT).clamp_(min=_ONE)
     anchor = power + (22 << 23)
     steps = values.add_(anchor.view(torch.float32)).view(torch.int32).sub_(anchor)
@@ -56,7 +56,7 @@ def _codes(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The numbers that codes 0..15 stand for, exact in every floating type. ValueError for another code."""
+    """The values of codes 0..15, exact in every floating type. ValueError for any other code."""
     if codes.numel() and int(codes.max()) > 15:
         raise ValueError(f"{_first(codes > 15)} is {int(codes.max())}; an e2m1 code is 0..15")
     table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=dtype, device=codes.device)
@@ -64,7 +64,7 @@ def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torc
 
 
 def _looked_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    # table[codes] takes 4.3 ns an element on a CPU, this 0.8.
+    # table[codes] takes 4.3 ns per element on a CPU, this takes 0.8 ns.
     return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
@@ -80,13 +80,13 @@ def _saturated_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e4m3(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The numbers that e4m3 codes (uint8) stand for; 0x7F and 0xFF are NaN. Exact in bf16, f16, f32 and f64."""
+    """The values of e4m3 codes (uint8); 0x7F and 0xFF are NaN. Exact in bf16, f16, f32 and f64."""
     table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
     return _looked_up(table.to(codes.device), codes)
 
 
 def decode_scales(sf: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """As decode_e4m3, for block scales: ValueError for a NaN or a sign, as the tensor core's ue4m3 has no sign."""
+    """decode_e4m3 for block scales. ValueError for a NaN or a sign, because the tensor core's ue4m3 has no sign."""
     wrong = sf >= 0x7F
     if wrong.any():
         seen = int(sf[wrong][0])
@@ -96,7 +96,7 @@ def decode_scales(sf: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., K] of codes 0..15 to uint8 [..., K / 2], the first of each two in the low nibble."""
+    """uint8 [..., K] of codes 0..15 to uint8 [..., K / 2], the first code of each pair in the low nibble."""
     if codes.shape[-1] % 2:
         raise ValueError(f"K is {codes.shape[-1]}; two codes share a byte, so it must be even")
     return codes[..., 0::2] | codes[..., 1::2] << 4
@@ -108,10 +108,10 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale(values: torch.Tensor, per: int = 0) -> torch.Tensor:
-    """float32 [first `per` axes]: the scale that gives the largest number the largest code and block scale.
+    """float32 [first `per` axes]: the scale at which the largest number gets the largest code and block scale.
 
-    `per` = 0: one for the tensor. `per` = 1: one for each expert of a stack of weights, or for each token. All zeros
-    have the scale 1.0.
+    `per` = 0: one for the tensor. `per` = 1: one for each expert of a weight stack, or for each token. If all values
+    are zero, the scale is 1.0.
     """
     flat = values.reshape(*values.shape[:per], -1)
     largest = torch.maximum(flat.amax(dim=-1), -flat.amin(dim=-1)).float()
@@ -121,10 +121,13 @@ def global_scale(values: torch.Tensor, per: int = 0) -> torch.Tensor:
 def quantise(values: torch.Tensor, gs: torch.Tensor, *, check: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes uint8 [..., K / 2], sf uint8 [..., K / 16]) of `values` [..., K] under the global scale `gs` float32.
 
-    `gs` has some of the first axes of `values`: [] per tensor, [experts] per expert, [tokens] per token.
-    In float32, to nearest even and saturating: sf = e4m3(max|block| / 6 / gs), code = e2m1(value / (sf * gs)). A block
-    whose sf is 0 has codes 0. ValueError if K is no multiple of 16, or for a value or a `gs` that is not finite.
-    Without `check` nobody looks at values, so that nothing waits for a device; what is not finite gives any codes.
+    The axes of `gs` are leading axes of `values`: [] per tensor, [experts] per expert, [tokens] per token. In float32,
+    rounded to nearest even and saturated: sf = e4m3(max|block| / 6 / gs), code = e2m1(value / (sf * gs)). A block whose
+    sf is 0 has codes 0.
+
+    ValueError if K is not a multiple of 16, for a value that is not finite, or for a `gs` that is not float32, finite
+    and above 0. Without `check` values are not inspected, so nothing waits for the device; values that are not finite
+    then give arbitrary codes.
     """
     k = values.shape[-1]
     if k % SF_VEC_SIZE:
@@ -148,24 +151,26 @@ def quantise(values: torch.Tensor, gs: torch.Tensor, *, check: bool = True) -> t
 
 
 def _quantise_rows(values: torch.Tensor, gs: torch.Tensor, codes: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
-    """Rows [n, k] under gs [n, 1] into packed codes and sf; the largest magnitudes of the blocks [n, k / 16]."""
+    """Quantises rows [n, k] under gs [n, 1] into packed codes and sf; returns the largest magnitudes of the blocks [n,
+    k / 16]."""
     block = values.float().view(*sf.shape, SF_VEC_SIZE)
     largest = block.abs().amax(dim=-1)
     sf.copy_(_saturated_e4m3(_quotient(largest, E2M1_MAX) / gs))
     step = sf.view(torch.float8_e4m3fn).float().mul_(gs)
-    # A block of scale 0: anything / inf is 0, and so is its code.
+    # For a block of scale 0 divide by inf, so that its codes are 0.
     scaled = block / step.masked_fill_(step <= 0, torch.inf)[..., None]
     pair = _codes(scaled.view(-1)).view(torch.int64)
     torch.bitwise_or(pair, pair >> 28, out=pair)
     codes.copy_(pair.to(torch.uint8).view(codes.shape))
-    # To ask a device whether there is one costs more than to mask.
+    # On a device, checking for a zero scale costs more than masking.
     if sf.device.type != "cpu" or not bool(sf.all()):
         codes.view(*sf.shape, SF_VEC_SIZE // 2).masked_fill_((sf == 0)[..., None], 0)
     return largest
 
 
 def _quotient(values: torch.Tensor, divisor: float) -> torch.Tensor:
-    # By a number of the host, torch multiplies with its reciprocal on a CUDA device: another last bit than on a CPU.
+    # Divides by a tensor: on CUDA, torch multiplies by the reciprocal of a host number, and the last bit then differs
+    # from the CPU's.
     return values / values.new_full((), divisor)
 
 
@@ -182,10 +187,10 @@ def _expanded(gs: torch.Tensor, leading: torch.Size) -> torch.Tensor:
 def dequantise(
     codes: torch.Tensor, sf: torch.Tensor, gs: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """[..., K] of `dtype` from packed codes [..., K / 2], sf [..., K / 16] and gs (first axes, as for `quantise`).
+    """[..., K] of `dtype` from packed codes [..., K / 2], sf [..., K / 16] and gs (leading axes, as for `quantise`).
 
-    Code times block scale is exact in bf16 and wider types. The one rounding is that of the product with `gs`; without
-    `gs` there is none. ValueError for a block scale that is NaN or negative, or for shapes that disagree.
+    Code times block scale is exact in bf16 and wider types. Only the product with `gs` rounds. ValueError for a block
+    scale that is NaN or negative, or for shapes that do not match.
     """
     if codes.shape[:-1] != sf.shape[:-1] or codes.shape[-1] * 2 != sf.shape[-1] * SF_VEC_SIZE:
         raise ValueError(
@@ -219,7 +224,7 @@ _PAIRS: Final = {
 
 @lru_cache(maxsize=4)
 def _pairs(dtype: torch.dtype) -> torch.Tensor:
-    """[256] elements of twice the size of `dtype`: the two numbers of each byte, next to each other."""
+    """[256] elements of twice the size of `dtype`: the two numbers of each byte, adjacent."""
     both = decode_e2m1(unpack(torch.arange(256, dtype=torch.uint8)[:, None]), dtype)
     return both.view(_PAIRS[dtype]).flatten()
 
@@ -240,7 +245,7 @@ def swizzled_shape(rows: int, blocks: int) -> tuple[int, int, int]:
 
 
 def swizzle_scales(sf: torch.Tensor, padding: int = 0) -> torch.Tensor:
-    """uint8 [..., rows, blocks] to uint8 [..., *swizzled_shape(rows, blocks)]. `padding`: the byte that fills up."""
+    """uint8 [..., rows, blocks] to uint8 [..., *swizzled_shape(rows, blocks)]. `padding`: the fill byte."""
     rows, blocks = sf.shape[-2:]
     row_atoms, k_atoms, _ = swizzled_shape(rows, blocks)
     fill = (0, k_atoms * ATOM_BLOCKS - blocks, 0, row_atoms * ATOM_ROWS - rows)
@@ -251,7 +256,7 @@ def swizzle_scales(sf: torch.Tensor, padding: int = 0) -> torch.Tensor:
 
 
 def unswizzle_scales(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
-    """uint8 [..., row atoms, K atoms, 512] to uint8 [..., rows, blocks], no padding. ValueError for other shapes."""
+    """uint8 [..., row atoms, K atoms, 512] to uint8 [..., rows, blocks], unpadded. ValueError for other shapes."""
     if tuple(swizzled.shape[-3:]) != swizzled_shape(rows, blocks):
         raise ValueError(
             f"swizzled scales of shape {tuple(swizzled.shape)}; {rows} rows of {blocks} blocks have "
@@ -264,9 +269,9 @@ def unswizzle_scales(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Te
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor, granularity: int) -> torch.Tensor:
-    """[..., n, x] twice to [..., 2 n, x]: `granularity` rows of gate, as many of up, and so on.
+    """Two [..., n, x] to one [..., 2 n, x]: `granularity` rows of gate, as many of up, and so on.
 
-    It is for codes and for block scales that are not swizzled. ValueError if n is no multiple of `granularity`.
+    For codes and for unswizzled block scales. ValueError if n is not a multiple of `granularity`.
     """
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}; they must be the same")

@@ -1,8 +1,8 @@
 """Routing of NVFP4 MoE: which choice of which token is which expert row.
 
 A route is a pair (token t, choice k) whose id names an expert of this rank; its number is t * topk + k. Expert rows are
-the routes sorted by expert and, within an expert, by number; each expert begins at a multiple of 128. Rows between the
-last route of an expert and the next expert, and after the last expert, are padding. An id of -1 is a route to an expert
+the routes sorted by expert and, within an expert, by number. Each expert begins at a multiple of 128. The rows between
+an expert's last route and the next expert, and after the last expert, are padding. An id of -1 is a route to an expert
 of another rank (EP): it has no row and adds nothing.
 """
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 ROWS_PER_TILE: Final = 128
 EP_RANKS: Final = 8
-"""Ranks of the EP group of `load=slice`: 384 experts on 8 ranks are 48 a rank, 256 are 32."""
+"""Ranks in the EP group of `load=slice`: 384 experts on 8 ranks are 48 per rank, 256 are 32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The routes in the order of their rows.
+    """The routes, in row order.
 
-    `row`, `token`, `choice`, `expert`: int64 [routes]. `capacity`: rows of every tensor of expert rows.
+    `row`, `token`, `choice`, `expert`: int64 [routes]. `capacity`: the number of rows in every tensor of expert rows.
     """
 
     row: torch.Tensor
@@ -35,7 +35,7 @@ class Routing:
     capacity: int
 
     def experts(self) -> list[tuple[int, slice]]:
-        """Each expert that has a route, and the slice of its entries."""
+        """Each expert that has a route, with the slice of its entries."""
         found, counts = torch.unique_consecutive(self.expert, return_counts=True)
         ends = counts.cumsum(0)
         spans = zip(found.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
@@ -43,14 +43,14 @@ class Routing:
 
 
 def expert_rows(case: Case) -> int:
-    """Rows of every tensor of expert rows: enough for any routing."""
+    """The number of rows in every tensor of expert rows: enough for any routing."""
     routes = case.int("tokens") * case.int("topk")
     return (routes + (ROWS_PER_TILE - 1) * case.int("num_experts")) // ROWS_PER_TILE * ROWS_PER_TILE
 
 
 def expected_routes(case: Case) -> int:
-    """Routes that come to this rank, as whoever calls it knows. Of a slice: all to shared experts, and an equal part of
-    the others."""
+    """The number of routes to this rank that a caller can know in advance. For a slice: all routes to shared experts,
+    and an equal share of the others."""
     tokens, shared = case.int("tokens"), case.int("shared")
     routes = tokens * (case.int("topk") - shared)
     return tokens * shared + (-(-routes // EP_RANKS) if case["load"] == "slice" else routes)

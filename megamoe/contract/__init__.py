@@ -1,4 +1,4 @@
-"""What an author of a backend or an executor imports: programs, cases, rows, devices, errors; imports no other room."""
+"""What backend and executor authors import: programs, cases, rows, devices, errors; imports no other room."""
 
 # ruff: noqa: F401 (these names are for authors)
 

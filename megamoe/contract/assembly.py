@@ -1,4 +1,4 @@
-"""What an assembler says of a program. Assemblers are entry points: megamoe knows none of them by name."""
+"""What assemblers say about a program. Assemblers are entry points: megamoe knows none of them by name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ GROUP = "megamoe.assemblers"
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What an assembler made of a module. `registers` a thread; `spill_*`, `stack` and `static_smem` in bytes: the most
-    of any entry. `code_size`: bytes of all code.
+    """What an assembler made of a module. `stack`, `spill_*` and `static_smem` are in bytes, `registers` is per thread;
+    each is the maximum over the entries. `code_size` is the code of all entries in bytes.
 
-    `kernels`: entry -> registers, spill_bytes (stores and loads), stack_bytes, smem_bytes (static) and code_bytes,
-    sorted by name. These names are those of megamoe.records.lines.Figures.
+    `kernels` maps each entry, sorted by name, to its registers, spill_bytes (stores and loads), stack_bytes, smem_bytes
+    (static) and code_bytes. megamoe.records.lines.Figures uses the same names.
     """
 
     registers: int
@@ -34,13 +34,13 @@ class Assembly:
 
 
 Assemble = Callable[[str, Target], Assembly]
-"""An assembler: raises UnsupportedError where it is not installed, anything else where it refuses the PTX."""
+"""An assembler. It raises UnsupportedError where it is not installed, and anything else if it refuses the PTX."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """What one assembler says: numbers of the module by label and of each kernel, or a sentence that says why there
-    are none."""
+    """One assembler's result: numbers of the module by label and numbers of each kernel, or a sentence that says why
+    there are none."""
 
     assembler: str
     numbers: tuple[tuple[str, int], ...] = ()
@@ -48,7 +48,7 @@ class Assembled:
     kernels: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
     cubin_sha256: str | None = None
     refused: bool = False
-    """Whether it is there and does not take the program."""
+    """The assembler is installed and rejects the program."""
 
 
 _LABELS = {
@@ -62,13 +62,13 @@ _LABELS = {
 
 
 def assemblers() -> dict[str, Callable[[], Assemble]]:
-    """The registered assemblers by name, in order of their names; each is imported when it is called."""
+    """The registered assemblers by name, sorted. Calling one of the values imports it."""
     points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
     return {point.name: cast("Callable[[], Assemble]", point.load) for point in points}
 
 
 def assembled(ptx: str, target: Target) -> list[Assembled]:
-    """What every registered assembler makes of `ptx`. Never raises: a failure is a sentence."""
+    """Runs every registered assembler on `ptx`. Never raises: a failure becomes a sentence."""
     known = assemblers()
     if not known:
         return [Assembled("none", sentence=f"no assembler is registered (entry points {GROUP}): reinstall megamoe")]
@@ -87,5 +87,5 @@ def _one(name: str, load: Callable[[], Assemble], ptx: str, target: Target) -> A
 
 
 def _sentence(said: str) -> str:
-    """The lines of an assembler in one."""
+    """Joins the lines of an assembler's message into one."""
     return "; ".join(line.strip() for line in said.splitlines() if line.strip())

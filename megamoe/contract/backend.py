@@ -1,7 +1,7 @@
-"""Backend makes a Program of a Case; Executor runs it; TimedExecutor has a clock too.
+"""A Backend turns a Case into a Program; an Executor runs the Program; a TimedExecutor also times it.
 
-KernelMachine, in megamoe.contract.machine, runs kernels for the doors. All are found by name: registered as
-entry points, or unregistered as package.module:ATTRIBUTE.
+KernelMachine, in megamoe.contract.machine, runs kernels for the doors (megamoe.vm, .triton, .cutedsl). All are found by
+name: either a registered entry point, or package.module:ATTRIBUTE without registration.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 
 class UnsupportedError(Exception):
-    """This backend or executor cannot do this case or target. The text says why; the status becomes `unsupported`."""
+    """This backend or executor cannot do this case or target. The text says why; the status is `unsupported`."""
 
 
 class NoProgramError(TypeError):
-    """What build() of a backend returned is no program."""
+    """A backend's build() returned something that is not a program."""
 
 
 class DeviceError(Exception):
-    """A return code of the driver as a sentence: the call, the code, its meaning, and what was being done."""
+    """A driver return code as a sentence: the call, the code, its meaning, and what was being done."""
 
 
 class DeviceLostError(DeviceError):
-    """A fault of a kernel (an illegal address, a trap) after which this process cannot use the device.
+    """A kernel fault (an illegal address, a trap) that leaves the device unusable for this process.
 
-    `met` is the first one of this process. If it is set, give the process no more rows: end it and start another.
+    `met` is the first one in this process. Once it is set, give the process no more rows: end it and start another.
     """
 
     met: ClassVar[str | None] = None
@@ -56,11 +56,17 @@ class RunOptions:
 
     `schedule`: the order in which asynchronous work completes: "eager", "lazy", "random:SEED", "late_cta:RANK" or
     "late_warp:INDEX" (VM only).
-    `accumulate`: of matrix products: "fast" (float32 BLAS), "exact" (float64) or "hopper" (bit-exact model of an H200;
-    VM only); "ring": all floats are elements of a ring, so that every order of a sum gives one answer (attention's o on
-    the VM only; backends.vm.numerics.ring). `step_budget`: steps after which the VM calls a program hung. `trace`:
-    record what the agents do; an executor that cannot record leaves Execution.trace None. `outputs`: the tensors that
-    the program may write, None for any; an executor that can, refuses writes to the others.
+
+    `accumulate`: how matrix products are summed: "fast" (float32 BLAS), "exact" (float64) or "hopper" (bit-exact model
+    of an H200; VM only). With "ring" all floats are elements of a ring, so every order of a sum gives one answer
+    (attention's o on the VM only; see backends.vm.numerics.ring).
+
+    `step_budget`: the VM calls a program hung after this many steps.
+
+    `trace`: record what the agents do. An executor that cannot record leaves Execution.trace None.
+
+    `outputs`: the tensors that the program may write; None allows all. An executor that can detect it refuses writes to
+    the others.
     """
 
     schedule: str = "eager"
@@ -74,8 +80,8 @@ class RunOptions:
 class Execution:
     """What an executor observed.
 
-    `counters`: name -> count, the same on every run of one program. `violation`: a sentence if the kernel broke a rule
-    of the machine, else None. `trace`: what the agents did, if RunOptions asked for it.
+    `counters`: name -> count; every run of a program gives the same counts. `violation`: a sentence if the kernel broke
+    a rule of the machine, else None. `trace`: what the agents did, if RunOptions asked for it.
     """
 
     counters: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -87,13 +93,14 @@ class Execution:
 class Backend(Protocol):
     """A source of programs.
 
-    A backend may have `executors`, a tuple of names: it then owes rows on these executors only, else on all.
+    A backend may have an attribute `executors`, a tuple of names: then only rows on these executors are owed for it.
+    Without it, rows on all executors are owed.
     """
 
     name: str
 
     def targets(self, op: str) -> tuple[Target, ...]:
-        """Targets for which this backend has `op`; empty if it has none."""
+        """The targets for which this backend implements `op`; empty if none."""
         ...
 
     def build(self, case: Case, target: Target) -> AnyProgram:
@@ -103,10 +110,10 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Borrowed(Backend, Protocol):
-    """A backend that calls other people's packages. They need not be installed."""
+    """A backend that calls third-party packages, which may not be installed."""
 
     def missing(self) -> str | None:
-        """A sentence that names what is not installed here; None if everything is."""
+        """A sentence that names the packages that are not installed here; None if all are."""
         ...
 
 
@@ -114,51 +121,55 @@ class Borrowed(Backend, Protocol):
 class Executor(Protocol):
     """A machine that runs programs.
 
-    An executor may have `device`, the torch device whose memory holds its tensors; the default is "cpu".
-    It may have `schedules`, a tuple of names: rows are then owed on it under these schedules only, else under all.
-    It may have `whereabouts`, a function that says where the program is that it runs now: it is called in the middle of
-    `run`, by a signal handler, when the time of a row is up.
+    An executor may have these attributes:
+
+    - `device`: the torch device whose memory holds its tensors; "cpu" by default.
+    - `schedules`, a tuple of names: only rows under these schedules are owed on this executor. Without it, all are.
+    - `whereabouts`, a function that says where the running program is. When a row exceeds its time, a signal handler
+      calls it in the middle of `run`.
     """
 
     name: str
 
     def unavailable(self, target: Target) -> str | None:
-        """Why this machine cannot run `target` here and now, or None if it can."""
+        """Says why this machine cannot run `target` here and now; None if it can."""
         ...
 
     def run(self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions) -> Execution:
-        """Runs every launch in order on `tensors`: by name, contiguous, in memory that this executor can address.
+        """Runs every launch in order on `tensors`, a map from name to contiguous tensor in memory that this executor
+        can address.
 
-        A rule that the kernel broke is Execution.violation. Raises UnsupportedError for a kind of program that it does
-        not run, DeviceError for what its device refuses.
+        If the kernel breaks a rule, Execution.violation says so. Raises UnsupportedError for a kind of program that it
+        does not run, DeviceError for what its device refuses.
         """
         ...
 
 
 class LoadedProgram(Protocol):
-    """A program on a device. Each call is given the addresses of its tensors and workspaces.
+    """A program loaded on a device. Each call takes the addresses of the program's tensors and workspaces.
 
-    Both calls enqueue on `stream`, a handle of the driver, and neither wait nor allocate, so that a graph can capture
-    them. They are safe in any thread. DeviceError if the driver refuses.
+    Both calls enqueue on `stream`, a driver handle. They neither wait nor allocate, so a CUDA graph can capture them.
+    They are thread-safe. They raise DeviceError if the driver refuses.
     """
 
     def prepare(self, addresses: Sequence[int], stream: int) -> None:
-        """What the program does once for the same weights; addresses of other tensors may be 0."""
+        """Enqueues the work that is done once per set of weights. Addresses of tensors other than weights may be 0."""
         ...
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
-        """What it does each time."""
+        """Enqueues the work of one call."""
         ...
 
 
 @runtime_checkable
 class LoadingExecutor(Executor, Protocol):
-    """An executor that loads a program once and runs it on other tensors each time."""
+    """An executor that loads a program once and then runs it on different tensors."""
 
     def load(self, program: AnyProgram, names: Sequence[str]) -> LoadedProgram:
-        """`program` on the current device. `names`: of its tensors and workspaces, in the order of the addresses.
+        """Loads `program` on the current device. `names` lists its tensors and workspaces in the order of the
+        addresses.
 
-        UnsupportedError for a program that cannot be loaded, DeviceError for one that the driver refuses.
+        Raises UnsupportedError for a program that cannot be loaded, DeviceError for one that the driver refuses.
         """
         ...
 
@@ -191,39 +202,39 @@ class DeviceFacts(BaseModel):
 
 
 Flush = Literal["clean", "dirty"]
-"""How the L2 is emptied before a cold sample: by reading other data, or by writing it. Written lines drain to memory
-inside the timed region: 64 MiB then take 26.5 us to read on an H200, and 19.6 after a flush that reads
-(results/records/h200-bare-read.json)."""
+"""How the L2 is emptied before a cold sample: by reading other data, or by writing it. After a dirty flush, written
+lines drain to memory inside the timed region: a read of 64 MiB takes 26.5 us on an H200 after a dirty flush and 19.6 us
+after a clean one (results/records/h200-bare-read.json)."""
 
 
 class Stopwatch(Protocol):
-    """Device time of one prepared call. What is not timed (capture, warm-up) happens when the stopwatch is made."""
+    """Device time of one prepared call. Untimed work (capture, warm-up) happens when the stopwatch is made."""
 
     method: Literal["graph", "events"]
     flush: Flush
 
     def sample(self, temperature: Temperature, launches: int) -> float:
-        """Microseconds of device time a launch: if hot, the mean of `launches` in a row; if cold, one after a flush.
+        """Microseconds of device time per launch: hot, the mean of `launches` in a row; cold, one after a flush.
 
         Every launch replays the same work on the same tensors. Raises DeviceError if the device reports a fault.
         """
         ...
 
     def samples(self, temperature: Temperature, launches: int, count: int) -> Sequence[float]:
-        """`count` samples in a row, enqueued together so that the device does not idle between them. Microseconds."""
+        """`count` samples in microseconds, enqueued together so that the device does not idle between them."""
         ...
 
 
 @runtime_checkable
 class TimedExecutor(Executor, Protocol):
-    """An executor whose device keeps a clock of its own."""
+    """An executor whose device has its own clock."""
 
     device: str
 
     def bind(
         self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions
     ) -> AbstractContextManager[PreparedCall]:
-        """`program` loaded and ready on `tensors`, which lie in the memory of `device`. Leaving the context frees it.
+        """Loads `program` and binds it to `tensors`, which lie in the memory of `device`. Leaving the context frees it.
 
         Raises UnsupportedError for a program that the device cannot run, DeviceError for one that its driver refuses.
         """
@@ -238,16 +249,16 @@ class TimedExecutor(Executor, Protocol):
         ...
 
     def facts(self) -> DeviceFacts:
-        """The device as its driver describes it, with ceilings and the proof of the flush; measured once a process."""
+        """The device as its driver describes it, its ceilings and the proof of the flush. Measured once per process."""
         ...
 
     def throttled(self) -> str | None:
-        """Why the device has lowered its clocks since the last call of this; None if it has not."""
+        """Says why the device lowered its clocks since the last call of this method; None if it did not."""
         ...
 
 
 def backend_names() -> tuple[str, ...]:
-    """Names of all registered backends, sorted. A registration is one line of pyproject.toml."""
+    """Names of all registered backends, sorted. One line of pyproject.toml registers one."""
     return tuple(sorted(_points("megamoe.backends")))
 
 
@@ -256,7 +267,7 @@ def executor_names() -> tuple[str, ...]:
     return tuple(sorted(_points("megamoe.executors")))
 
 
-# Each row of a matrix asks, and a look-up reads the metadata of everything that is installed.
+# Cached: each row of a matrix looks names up, and a look-up reads the metadata of every installed package.
 @cache
 def _points(group: str) -> Mapping[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
@@ -285,7 +296,7 @@ def _load_attribute(group: str, kind: str, name: str) -> object:
 def load_backend(name: str) -> Backend:
     """The backend registered under `name`, or the unregistered object at "package.module:ATTRIBUTE".
 
-    Raises UnsupportedError if there is none. An exception that the module itself raises passes through.
+    Raises UnsupportedError if there is none. An exception raised by the module itself passes through.
     """
     loaded = _load("megamoe.backends", "backend", name)
     if not isinstance(loaded, Backend):
@@ -296,7 +307,7 @@ def load_backend(name: str) -> Backend:
 
 
 def as_program(built: object, backend: str) -> AnyProgram:
-    """What build() of `backend` returned. NoProgramError if it is none."""
+    """Returns `built`, the result of a backend's build(). Raises NoProgramError if it is not a program."""
     if isinstance(built, Program | HostProgram | PythonProgram):
         return built
     what = "None" if built is None else f"a {type(built).__name__}"
@@ -307,7 +318,7 @@ def as_program(built: object, backend: str) -> AnyProgram:
 
 
 def load_executor(name: str) -> Executor:
-    """The executor registered under `name`, or the object at "package.module:ATTRIBUTE"; raises as load_backend."""
+    """The executor registered under `name` or the object at "package.module:ATTRIBUTE". Raises as load_backend does."""
     loaded = _load("megamoe.executors", "executor", name)
     if not isinstance(loaded, Executor):
         raise UnsupportedError(
@@ -317,12 +328,12 @@ def load_executor(name: str) -> Executor:
 
 
 def device_of(executor: Executor) -> str:
-    """The torch device on which `executor` runs programs: the CPU, unless it says otherwise."""
+    """The torch device on which `executor` runs programs; "cpu" unless the executor names another."""
     return str(getattr(executor, "device", "cpu"))
 
 
 def open_machine(name: str, target: str, **options: object) -> KernelMachine:
-    """A machine for the doors, opened by the function registered under `name`; raises as load_backend.
+    """Opens a machine for the doors with the function registered under `name`. Raises as load_backend does.
 
     `options`: schedule, accumulate and step_budget, as in RunOptions.
     """

@@ -1,15 +1,16 @@
-"""Content kept between processes that vouches for itself only if this user wrote it.
+"""A cache on disk whose entries are trusted only if this user wrote them.
 
-An entry of a cache may be machine code, or the proof that a kernel was read, so whoever can write one could run code or
-pass a wrong kernel. Three rules, here alone, stand against that:
+An entry may be machine code, or the proof that a kernel was read. Whoever can write an entry could run code or pass a
+wrong kernel. Three rules in this file prevent that:
 
-- an entry begins with the HMAC-SHA256 (RFC 2104) of its cache, its name and its content. The key is this user's and
-  lies outside of the cache: who can write the cache alone, as where a CI service restores it, can forge nothing;
-- the folder is this user's and closed to others (mode 0700), and so is the key (0600);
-- nothing of an entry is decoded before its HMAC was right.
+- An entry begins with the HMAC-SHA256 (RFC 2104) of its cache, its name and its content. The key belongs to this user
+  and lies outside the cache folder. Write access to the cache alone, as a CI service has when it restores one, is not
+  enough to forge an entry.
+- The folder belongs to this user and is closed to others (mode 0700), and so is the key (0600).
+- Nothing in an entry is decoded before its HMAC is verified.
 
-What does not keep them is made anew. CI that keeps a cache brings the key as a secret, and puts it where `user_cache`
-has it; a process that must not vouch, such as one that runs a stranger's code, is one that cannot read the key.
+An entry that fails is rebuilt. CI that keeps a cache supplies the key as a secret and puts it where `user_cache` looks
+for it. A process that must not write entries, such as one that runs untrusted code, must not be able to read the key.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Final, TypeVar
 from megamoe.contract.scratch import unfinished
 
 OWNERS: Final = {"cutedsl": "cutedsl", "vm": "ptx"}
-"""Who vouches for what: registered backend or executor -> its cache."""
+"""Which registered backend or executor writes which cache."""
 MIN_KEY_BYTES: Final = 32
 MAX_KEY_BYTES: Final = 4096
 MAX_ENTRY_BYTES: Final = 1 << 30
@@ -43,16 +44,16 @@ T = TypeVar("T")
 class UserCache:
     """Entries by name in `folder`, authenticated by the key in `key_file`.
 
-    Nothing here raises: without a folder or a key of this user, nothing is found and nothing is kept.
+    No method raises. Without a folder or a key of this user, nothing is found and nothing is stored.
     """
 
     folder: Path
     key_file: Path
 
     def kept(self, name: str, decoded: Callable[[bytes], T]) -> T | None:
-        """What `decoded` makes of the content of entry `name`; None if there is no entry that this user wrote.
+        """Returns `decoded(content)` of entry `name`; None if this user wrote no such entry.
 
-        An entry that `decoded` fails on, whatever it raises, counts as none.
+        If `decoded` raises anything, the entry counts as missing.
         """
         try:
             key = _read_key(self.key_file)
@@ -65,11 +66,11 @@ class UserCache:
                 return None
             return decoded(found)
         except Exception:
-            # RecursionError and MemoryError too: a bad entry costs a rebuild and nothing else.
+            # RecursionError and MemoryError too: a bad entry must cost a rebuild and nothing else.
             return None
 
     def keep(self, name: str, content: bytes) -> None:
-        """Keeps `content` as entry `name`, whole or not at all. Makes the folder and the key if they are not there."""
+        """Stores `content` as entry `name` atomically. Makes the folder and the key if they do not exist."""
         with suppress(OSError):
             key = _read_key(self.key_file) or _new_key(self.key_file)
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -78,24 +79,24 @@ class UserCache:
                 os.replace(part, self.folder / name)
 
     def prepare(self) -> None:
-        """Makes the folder and the key, where they can be made and are not there."""
+        """Makes the folder and the key if they do not exist, where possible."""
         with suppress(OSError):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if _read_key(self.key_file) is None:
                 _new_key(self.key_file)
 
     def _mac(self, key: bytes, name: str, content: bytes) -> bytes:
-        """Of all that an entry claims: an entry copied to another name, or from another cache, does not match."""
+        """Covers the cache and the name too: an entry copied to another name or from another cache does not match."""
         mac = hmac.new(key, f"{self.folder.name}\0{name}\0".encode(), hashlib.sha256)
         mac.update(content)
         return mac.digest()
 
 
 def user_cache(name: str, home: Path | None = None) -> UserCache | None:
-    """The cache `name` of the user whose home is `home` (that of this process by default); None without a home.
+    """The cache `name` of the user whose home is `home` (this process's home by default); None without a home.
 
-    Its entries lie in ~/.cache/megamoe/NAME, its key in ~/.local/state/megamoe/NAME.key. A key a cache, so that a
-    process can be given one of them.
+    Entries lie in ~/.cache/megamoe/NAME, the key in ~/.local/state/megamoe/NAME.key. Each cache has its own key, so a
+    process can be given access to just one.
     """
     try:
         home = home or Path.home()
@@ -105,10 +106,10 @@ def user_cache(name: str, home: Path | None = None) -> UserCache | None:
 
 
 def keys_kept_from(runs: str) -> tuple[str, ...]:
-    """The keys that a process must not see which runs the backend or executor `runs`: those of the others' caches.
+    """The key files to hide from a process that runs the backend or executor `runs`: the keys of all other caches.
 
-    Makes the keys and folders that are not there yet, as a process that something is hidden from can make nothing
-    beside it.
+    Makes missing keys and folders first. Once a key is hidden from the process, the process cannot create anything next
+    to it.
     """
     caches = {owner: cache for owner, name in OWNERS.items() if (cache := user_cache(name)) is not None}
     for cache in caches.values():
@@ -118,7 +119,7 @@ def keys_kept_from(runs: str) -> tuple[str, ...]:
 
 @contextmanager
 def _own_folder(path: Path) -> Iterator[int]:
-    """A descriptor of the folder at `path`, closed to others. PermissionError if it is another user's."""
+    """Yields a descriptor of the folder at `path`, closed to others. PermissionError if another user owns it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
     try:
         found = os.fstat(descriptor)
@@ -132,7 +133,7 @@ def _own_folder(path: Path) -> Iterator[int]:
 
 
 def _read_plain(path: str | Path, most: int, folder: int | None = None) -> bytes:
-    """The content of a plain file of this user, which no other user may write. PermissionError for anything else."""
+    """Reads a plain file that this user owns and no other user may write. Raises PermissionError for anything else."""
     with open(os.open(path, os.O_RDONLY | _FLAGS, dir_fd=folder), "rb") as file:
         found = os.fstat(file.fileno())
         loose = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -142,7 +143,7 @@ def _read_plain(path: str | Path, most: int, folder: int | None = None) -> bytes
 
 
 def _read_key(path: Path) -> bytes | None:
-    """The key; None if there is none, or one that others may have read. OSError if it is kept from this process."""
+    """The key; None if there is none or if others may have read it. OSError if this process may not read it."""
     try:
         if path.lstat().st_mode & _OTHERS:
             return None
@@ -153,7 +154,7 @@ def _read_key(path: Path) -> bytes | None:
 
 
 def _new_key(path: Path) -> bytes:
-    """Makes a key at `path`, or takes that which another process has just made there."""
+    """Makes a key at `path`, or takes the one that another process has just made there."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _own_folder(path.parent), unfinished(path.parent) as part:
         part.write_bytes(secrets.token_hex(MIN_KEY_BYTES).encode())

@@ -1,6 +1,6 @@
-"""Case: one frozen point of a matrix. Row: a case on a backend, a target, an executor, under a schedule.
+"""Case: one fixed point of a matrix. Row: a case with a backend, a target, an executor and a schedule.
 
-The id of a case names it in tests, records, benchmarks and on the command line.
+Tests, records, benchmarks and the command line refer to a case by its id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AxisValue = int | float | bool | str | None
 
 
 def spell(value: AxisValue) -> str:
-    """`value` as a case id writes it: as in YAML, with no character that a shell would interpret."""
+    """`value` as a case id writes it: as in YAML, without characters that a shell would interpret."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -29,7 +29,7 @@ def spell(value: AxisValue) -> str:
 class Case:
     """One point of a matrix: the value of every axis in the order of the spec, the input distribution and its seed.
 
-    Only `Spec.case` and `Spec.parse_case` make one: they fill in defaults, check the limits and give it its id.
+    Only `Spec.case` and `Spec.parse_case` make one: they fill in defaults, check the limits and set its id.
     """
 
     op: str
@@ -66,10 +66,10 @@ MAX_FILE_NAME = 160
 
 
 def file_name(text: str) -> str:
-    """A name for a file about `text`, which may come from anybody: it is one part of a path and begins with no dot.
+    """A file name for untrusted `text`: a single path component that does not begin with a dot.
 
-    Characters that some file system refuses become "_". Text that is spoilt by that (colons apart, which every row has)
-    or is too long gets a digest, so that no two share a file.
+    Characters that some file system refuses become "_". Text that loses information this way, or is too long, gets a
+    digest, so that no two texts share a file. Colons, which every row has, also become "_" but do not count as a loss.
     """
     name = re.sub(r"[^A-Za-z0-9=.,_-]+", "_", text)
     if re.fullmatch(r"[A-Za-z0-9=.,_:-]+", text) and not text.startswith(".") and len(text) <= MAX_FILE_NAME:
@@ -79,7 +79,7 @@ def file_name(text: str) -> str:
 
 
 class Row(NamedTuple):
-    """What one record is about: the key under which the gate looks for it. `case` is a Case.id."""
+    """What one record is about, and the gate's key for it. `case` is a Case.id."""
 
     case: str
     backend: str
@@ -98,7 +98,7 @@ class Row(NamedTuple):
         return self.rerun_with(None)
 
     def rerun_with(self, specs: Path | None) -> str:
-        """As `rerun`, with the specs of the folder `specs`; None means those of the checkout."""
+        """As `rerun`, with the specs in the folder `specs`; None means the specs of the checkout."""
         options = [part for name, value in self._asdict().items() for part in (f"--{name}", value)]
         folder = [] if specs is None else ["--specs", str(specs)]
         return shlex.join(["megamoe", "run", *options, *folder])

@@ -1,4 +1,4 @@
-"""KernelMachine: what a machine gives the doors megamoe.vm, .triton and .cutedsl, which run kernels on host memory."""
+"""KernelMachine: the machine that megamoe.vm, .triton and .cutedsl (the doors) use to run kernels on host memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any, Literal, Protocol
 from megamoe.contract.program import Dim3
 
 Grade = Literal["error", "portability", "note"]
-"""`error`: undefined or wrong. `portability`: not promised by the ISA, though kernels rely on it. `note`: a remark."""
+"""`error`: undefined or wrong. `portability`: the ISA does not promise it, though kernels rely on it. `note`:
+remark."""
 
 
 class KernelFault(Exception):
     """A kernel broke a rule of the machine that ran it. `rule` is a stable slug, the text a sentence with the place.
 
-    `findings`: what was found in the launch or call, megamoe.findings.KernelFinding; `rule` is that of the first one
-    that counts.
+    `findings`: the megamoe.findings.KernelFinding objects of the launch or call. `rule` comes from the first one that
+    counts.
     """
 
     def __init__(self, sentence: str, rule: str = "", findings: Sequence[Any] = ()) -> None:
@@ -26,9 +27,9 @@ class KernelFault(Exception):
 
 
 class RuleLike(Protocol):
-    """A rule of a machine: `wrong` says what goes wrong, `missing` which order is not there, `mend` what to do.
+    """A rule of a machine. `wrong` says what goes wrong, `missing` which ordering is absent, `mend` what to do.
 
-    `section`: of the PTX ISA, "" for none. `reliance`: who relies on more than it promises.
+    `section`: of the PTX ISA, "" for none. `reliance`: who relies on more than the ISA promises.
     """
 
     @property
@@ -46,7 +47,7 @@ class RuleLike(Protocol):
 
 
 class SourceLike(Protocol):
-    """A place in the source; `function` was inlined there, "" if none or unknown."""
+    """A place in the source. `function` is the function inlined there, "" if none or unknown."""
 
     @property
     def file(self) -> str: ...
@@ -59,7 +60,7 @@ class SourceLike(Protocol):
 
 
 class AccessLike(Protocol):
-    """The other access: `who` has `did` ("wrote") it at PTX `line`, 0 if unknown; `source` innermost first."""
+    """The other access: `who` did `did` (such as "wrote") at PTX `line`, 0 if unknown. `source` is innermost first."""
 
     @property
     def who(self) -> str: ...
@@ -72,7 +73,8 @@ class AccessLike(Protocol):
 
 
 class FaultLike(Protocol):
-    """A rule broken in a launch, once a site: `times` counts the repetitions, `ends` says that the launch stopped.
+    """A rule broken in a launch, reported once per site. `times` counts the repetitions; `ends` is true if it stopped
+    the launch.
 
     `where`: CTA and warp, or the copy. `detail`: a sentence fragment with the values seen. `about`: the rule.
     """
@@ -106,9 +108,9 @@ class FaultLike(Protocol):
 
 
 class LaunchRefusedError(ValueError):
-    """A kernel, launch or argument that no GPU would take: the text says which, the value, and what is possible.
+    """A kernel, launch or argument that no GPU would accept. The text names it, its value, and what is possible.
 
-    `cuda_error`: the cudaError_t that host code would get and may be prepared for; 0 for none.
+    `cuda_error`: the cudaError_t that host code would get and may handle; 0 for none.
     """
 
     def __init__(self, text: str, cuda_error: int = 0) -> None:
@@ -118,9 +120,9 @@ class LaunchRefusedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """`size` bytes of this process's memory at `address`, one allocation, that kernels may touch.
+    """`size` bytes of this process's memory at `address`, in one allocation, that kernels may access.
 
-    `scratch`: a workspace, of which nobody looks at what a launch leaves.
+    `scratch`: a workspace; nothing reads what a launch leaves in it.
     """
 
     name: str
@@ -130,14 +132,14 @@ class Stretch:
     scratch: bool = False
 
     def has(self, address: int) -> bool:
-        """Whether the byte at `address` lies in it."""
+        """Whether the byte at `address` lies in this stretch."""
         return self.address <= address < self.address + self.size
 
 
 class Parameter(Protocol):
-    """A parameter of a kernel as its PTX declares it; `type` is "u32", "f32", "b8", ...; sizes in bytes.
+    """A parameter of a kernel as its PTX declares it. `type` is "u32", "f32", "b8", ...; sizes are in bytes.
 
-    An array or a struct has the type of its elements, and a `size` that is larger than one of them.
+    An array or a struct has the type of its elements, and a `size` larger than one element.
     """
 
     @property
@@ -154,7 +156,8 @@ class Parameter(Protocol):
 class CompiledHost:
     """A host function that launches kernels itself, compiled for this processor, and the PTX of its kernels.
 
-    `entry`: the symbol to call, of the packed convention `_mlir_PREFIX__mlir_ciface_NAME`. `compiler`: name, version.
+    `entry`: the symbol to call, in the packed convention `_mlir_PREFIX__mlir_ciface_NAME`. `compiler`: name and
+    version.
     """
 
     ptx: str
@@ -165,10 +168,10 @@ class CompiledHost:
 
 @dataclass(frozen=True, slots=True)
 class PixelBox:
-    """The bounding box of an im2col tensor map, and how many pixels of it a copy takes.
+    """The bounding box of an im2col tensor map, and how many of its pixels one copy takes.
 
-    `lower` and `upper` are offsets of its corners from the first and the last pixel, in the dimensions between channels
-    and images, the width first.
+    `lower` and `upper` are the offsets of the box corners from the first and the last pixel, in the dimensions between
+    channels and images, width first.
     """
 
     lower: Sequence[int]
@@ -177,12 +180,14 @@ class PixelBox:
 
 
 class KernelMachine(Protocol):
-    """A machine that stays up between launches. Variables of a module keep their values, as on a device.
+    """A machine that stays up between launches. Module variables keep their values, as on a device.
 
-    A kernel that breaks a rule goes on where that makes sense, as if the missing order were there; else it ends its
-    launch with one of `faults`, and the machine is new afterwards. `findings` has either. `refusals` are raised for
-    PTX, launches and maps that no GPU would take, `unknowns` for what this machine lacks. `counters` and `findings` are
-    of the last launch or call. `printed` gets what kernels print. `rules`: all that it knows, by their slugs.
+    After a broken rule the kernel continues where that makes sense, as if the missing ordering were there. Otherwise
+    the launch ends with one of `faults`, and the machine starts afresh. `findings` holds both kinds. `counters` and
+    `findings` belong to the last launch or call.
+
+    The machine raises `refusals` for PTX, launches and maps that no GPU would accept, and `unknowns` for what it does
+    not implement. `printed` receives what kernels print. `rules` maps slugs to all rules that the machine knows.
     """
 
     target: str
@@ -197,7 +202,7 @@ class KernelMachine(Protocol):
     def rules(self) -> Mapping[str, RuleLike]: ...
 
     def whereabouts(self) -> str:
-        """Where the launch is that runs now, for who has waited too long; "" if none runs."""
+        """Says where the running launch is, for a caller whose timeout expired; "" if none is running."""
         ...
 
     def entries(self, ptx: str) -> Mapping[str, Sequence[Parameter]]:
@@ -205,11 +210,11 @@ class KernelMachine(Protocol):
         ...
 
     def bind(self, ptx: str, entry: str) -> None:
-        """Give every instruction of a kernel its meaning, as a launch does first."""
+        """Bind every instruction of a kernel to its semantics, as the first step of a launch does."""
         ...
 
     def address_of(self, address: int, allocation: int) -> int:
-        """Where kernels see byte `address` of the allocation that begins at `allocation`, as a GPU would align it."""
+        """The address at which kernels see byte `address` of the allocation at `allocation`, aligned as on a GPU."""
         ...
 
     def launch(
@@ -225,14 +230,15 @@ class KernelMachine(Protocol):
         memory: Sequence[Stretch] = (),
         cooperative: bool = False,
     ) -> None:
-        """Run a grid to its end. Kernels see `memory` where it lies and at address_of; sizes in threads and bytes.
+        """Run a grid to its end. Kernels see `memory` both at its host address and at address_of.
 
-        `cooperative`: all CTAs are resident at once, and may wait for each other.
+        Grid and block are in CTAs and threads, sizes in bytes. `cooperative`: all CTAs are resident at once and may
+        wait for each other.
         """
         ...
 
     def call(self, program: CompiledHost, pointers: Sequence[int], memory: Sequence[Stretch]) -> None:
-        """Call a host function on pointers to its arguments, and run what it launches."""
+        """Call a host function on pointers to its arguments, and run the kernels that it launches."""
         ...
 
     def tensor_map(
@@ -248,8 +254,8 @@ class KernelMachine(Protocol):
         oob_fill: Literal["zero", "nan"] = "zero",
         im2col: PixelBox | None = None,
     ) -> bytes:
-        """128 bytes, as cuTensorMapEncodeTiled makes them; `dims` and `box` in elements, `strides` in bytes.
+        """The 128 bytes that cuTensorMapEncodeTiled makes. `dims` and `box` are in elements, `strides` in bytes.
 
-        With `im2col`, as cuTensorMapEncodeIm2col; `box` has the channels of a pixel then.
+        With `im2col`, the bytes that cuTensorMapEncodeIm2col makes; `box` then holds the channels per pixel.
         """
         ...

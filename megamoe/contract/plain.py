@@ -1,5 +1,5 @@
-"""Files that a person names. Only a plain one is read or replaced: a pipe waits for its writer for ever, a device may
-never end, and one that is replaced is gone."""
+"""Files that a user names. Only plain files are read or replaced: a pipe may block for ever, a device may never end,
+and replacing either destroys it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final
 
 MAX_TEXT_BYTES: Final = 256 << 20
-"""Of a file that is read whole as one text: a kernel, a key, findings."""
+"""Limit for a file that is read whole as one text: a kernel, a key, findings."""
 
 
 def plain_bytes(path: Path, most: int | None = MAX_TEXT_BYTES) -> bytes:
-    """The content of a file. OSError, saying what it is, if it is not plain or has more than `most` bytes."""
+    """The content of a file. Raises OSError with the reason if the file is not plain or has more than `most` bytes."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -25,7 +25,7 @@ def plain_bytes(path: Path, most: int | None = MAX_TEXT_BYTES) -> bytes:
 
 
 def not_plain(mode: int) -> str:
-    """What something with this `st_mode`, which is no plain file, is; the rest of a sentence."""
+    """Says what kind of non-plain file has this `st_mode`, as the rest of a sentence."""
     kinds = {
         stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
     }  # fmt: skip

@@ -1,7 +1,7 @@
-"""Program: what a backend hands over. PTX with its launches, a compiled host function, or a Python call.
+"""Program: what a backend returns. PTX with its launches, a compiled host function, or a Python call.
 
-A program names tensors; the harness owns their memory. An executor binds the names to memory, encodes the tensor maps
-and performs the launches in order.
+A program refers to tensors by name; the harness owns their memory. An executor binds the names to memory, encodes the
+tensor maps and performs the launches in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TARGETS: tuple[Target, ...] = ("sm_90a", "sm_100a")
 Dim3 = tuple[int, int, int]
 Swizzle = Literal["none", "32B", "64B", "128B"]
 MAX_PTX = 64 << 20
-"""Characters of a program's PTX. Everything that keeps, parses or assembles a program relies on it."""
+"""Most characters of a program's PTX. Everything that keeps, parses or assembles a program relies on this limit."""
 
 
 def _check_size(ptx: str) -> None:
@@ -28,7 +28,7 @@ def _check_size(ptx: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BufferArg:
-    """A 64-bit device address: the first byte of the tensor or scratch buffer `tensor`, plus `offset` bytes."""
+    """A 64-bit device address: the first byte of the tensor or workspace named `tensor`, plus `offset` bytes."""
 
     tensor: str
     offset: int = 0
@@ -46,7 +46,7 @@ class ScalarArg:
 class TensorMapArg:
     """A 128-byte tensor map (cuTensorMapEncodeTiled), passed by value. Dimension 0 is the contiguous one.
 
-    `dims` and `box` in elements; `strides` in bytes, for dimensions 1 and up (so one entry fewer than `dims`).
+    `dims` and `box` are in elements. `strides` are in bytes, for dimensions 1 and up (one entry fewer than `dims`).
     `dtype` as in the specs: "bf16", "f16", "f32", "u8", ...
     """
 
@@ -66,7 +66,7 @@ KernelArg = BufferArg | ScalarArg | TensorMapArg
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch. `dynamic_smem` in bytes a CTA; `args` in the order of the entry's parameters."""
+    """One kernel launch. `dynamic_smem` is in bytes per CTA; `args` are in the order of the entry's parameters."""
 
     entry: str
     grid: Dim3
@@ -78,12 +78,14 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """PTX and the launches that perform one case. `scratch` maps names of workspaces to their size in bytes.
+    """PTX and the launches that perform one case. `scratch` maps workspace names to sizes in bytes.
 
     `prepare`: launches that bring weights into the kernels' own layout, in workspaces. An executor performs them once,
-    in order, when it binds the program to tensors, and so again for other weights. Their entries are in `ptx`. They are
-    neither timed nor counted, so they may read weights alone: what depends on activations belongs to `launches`.
-    ValueError for PTX of more than MAX_PTX characters.
+    in order, when it binds the program to tensors, and again when the weights change. Their entries are in `ptx`. They
+    are neither timed nor counted, so they may read only weights: work that depends on activations belongs in
+    `launches`.
+
+    Raises ValueError for PTX of more than MAX_PTX characters.
     """
 
     target: Target
@@ -98,7 +100,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class PackedFields:
-    """What the packed convention passes after the address of a tensor: the sizes of `dims`, then the `strides`."""
+    """What the packed convention passes after a tensor's address: the sizes of `dims`, then the `strides`."""
 
     dims: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
@@ -108,7 +110,8 @@ class PackedFields:
 
 @dataclass(frozen=True, slots=True)
 class TensorArg:
-    """A tensor and its layout: `shape` and `strides` in elements (None: compact, last fastest), `offset` in bytes.
+    """A tensor and its layout. `shape` and `strides` are in elements (None: compact, last dimension fastest), `offset`
+    in bytes.
 
     `dtype` as in the specs: "bf16", "f32", "e4m3", ...; "e2m1x2" is a pair of 4-bit floats in a byte.
     """
@@ -123,7 +126,7 @@ class TensorArg:
 
 @dataclass(frozen=True, slots=True)
 class StreamArg:
-    """The CUDA stream on which the host function works; the executor supplies it."""
+    """The CUDA stream that the host function uses; the executor supplies it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +144,14 @@ HostArg = TensorArg | BufferArg | ScalarArg | ShapeArg | StreamArg | None
 class HostProgram:
     """A compiled host function that launches kernels itself, and the PTX of these kernels.
 
-    `host_object`: a relocatable object for this machine's processor. `entry`: the symbol to call. `convention`:
-    "tvm_ffi" passes DLTensors, which the function checks; "packed" passes descriptors, which it trusts. `scratch` as
-    in Program. `prepare`: the arguments of a call of the same function that does what Program.prepare does, () if there
-    is none. `prepared`: the workspaces that hold what it makes. `compiler`: name and version, for error messages.
+    - `host_object`: a relocatable object for this machine's processor.
+    - `entry`: the symbol to call.
+    - `convention`: "tvm_ffi" passes DLTensors, and the function checks them; "packed" passes descriptors, and the
+      function trusts them.
+    - `scratch`: as in Program.
+    - `prepare`: the arguments of a call of the same function that does what Program.prepare does; () if there is none.
+    - `prepared`: the workspaces that hold the results of `prepare`.
+    - `compiler`: name and version, for error messages.
     """
 
     target: Target
@@ -163,27 +170,28 @@ class HostProgram:
 
 
 class PreparedCall(Protocol):
-    """A call whose plans, workspaces and layouts exist. PythonProgram.prepare makes it."""
+    """A call whose plans, workspaces and layouts already exist. PythonProgram.prepare makes it."""
 
     def enqueue(self) -> None:
-        """Launches on torch's current stream. It neither allocates nor waits, so that a graph can capture it."""
+        """Launches on torch's current stream. It neither allocates nor waits, so a CUDA graph can capture it."""
         ...
 
     def collect(self) -> None:
-        """Copies what the call computed into the case's output tensors, if it writes elsewhere. Not timed.
+        """Copies the results into the case's output tensors, if the call writes elsewhere. Not timed.
 
-        It may spoil what it copied, so that a replay that computes nothing is noticed. Launch once before each call.
+        It may overwrite its source after the copy, so that a replay that computes nothing is noticed. Launch once
+        before each call of it.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PythonProgram:
-    """Somebody else's kernel behind a Python call. It runs on a device only: there is no PTX for a machine.
+    """Third-party kernels behind a Python call. They run on a device only: a machine has no PTX to run.
 
-    `prepare(tensors)` does once what is not timed. `software`: package -> version of what runs, for the record.
-    `prepares`: inputs that `prepare` has brought into another form, so that the call no longer reads the tensors. A
-    benchmark changes the others, and the results must follow.
+    `prepare(tensors)` does the untimed one-time work. `software` maps each package that runs to its version, for the
+    record. `prepares` names the inputs that `prepare` converts, so that the call no longer reads these tensors. A
+    benchmark changes the other inputs, and the results must follow.
     """
 
     target: Target

@@ -1,8 +1,8 @@
-"""What a process leaves for a while: folders and unfinished files that are gone once their maker is.
+"""Temporary folders and unfinished files that disappear when the process that made them is gone.
 
-The maker holds a lock (flock) on each for as long as it lives, and the system drops the lock of a killed process. So
-whatever of ours can be locked was left by a kill: the next process that looks there removes it. The work of another
-user, and of a process that lives, stays.
+The process holds a lock (flock) on each one for as long as it lives, and the system drops the locks of a killed
+process. So if one of ours can be locked, a kill left it behind, and the next process that looks there removes it. Files
+of other users and of live processes stay.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Final
 
 PREFIX: Final = ".megamoe."
-"""Of every name that is made here. No other program has such names, so that theirs are never taken for ours."""
+"""Prefix of every name made here. No other program uses it, so foreign files are never taken for ours."""
 MAX_PLACE: Final = 44
-"""Characters of a temporary folder below which a socket's path, with two folders of ours, has fewer than 108."""
+"""Longest path of a temporary folder for which a socket path two of our folders deep has fewer than 108 characters."""
 _cleared: set[tuple[int, Path]] = set()
 _of_multiprocessing: list[ExitStack] = []
 
 
 @contextmanager
 def scratch_folder(what: str, parent: Path | None = None) -> Iterator[Path]:
-    """A new folder (mode 0700) in `parent`, the system's temporary folder by default. Removed at the end.
+    """A new folder (mode 0700) in `parent`, by default the system's temporary folder. Removed at the end.
 
-    `what` becomes a part of its name. OSError if it cannot be made.
+    `what` becomes part of its name. Raises OSError if the folder cannot be made.
     """
     place = parent or Path(tempfile.gettempdir())
     clear_abandoned(place)
@@ -41,9 +41,10 @@ def scratch_folder(what: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def keep_temporary_files_together() -> None:
-    """Makes multiprocessing keep its sockets in a scratch folder: it clears its own folder only if nobody kills it.
+    """Makes multiprocessing keep its sockets in a scratch folder, because a killed process does not clear
+    multiprocessing's own.
 
-    Not below a folder whose name is so long that a socket there could have no name.
+    Does nothing if the temporary folder's path is so long that a socket path below it would not fit.
     """
     if _of_multiprocessing or len(tempfile.gettempdir()) > MAX_PLACE:
         return
@@ -56,16 +57,16 @@ def keep_temporary_files_together() -> None:
         util.get_temp_dir()
     finally:
         tempfile.tempdir = before
-    # After multiprocessing, at -100, has removed what is its own.
+    # Runs after multiprocessing has removed its own folder, at priority -100.
     util.Finalize(None, folder.close, exitpriority=-200)
     _of_multiprocessing.append(folder)
 
 
 @contextmanager
 def unfinished(parent: Path, folder: bool = False) -> Iterator[Path]:
-    """An empty file (mode 0600), or folder (0700), beside its later place: whoever has filled it renames it.
+    """An empty file (mode 0600) or folder (0700) next to its final place; the caller fills it and renames it.
 
-    Removed at the end unless it was renamed. OSError if it cannot be made.
+    Removed at the end unless it was renamed. Raises OSError if it cannot be made.
     """
     clear_abandoned(parent)
     part, lock = _locked(lambda: tempfile.mkdtemp("", PREFIX, parent) if folder else _new_file(parent))
@@ -77,7 +78,7 @@ def unfinished(parent: Path, folder: bool = False) -> Iterator[Path]:
 
 
 def clear_abandoned(parent: Path) -> None:
-    """Removes from `parent` what a killed process left there. Looks once in a process; raises nothing."""
+    """Removes from `parent` what killed processes left there. Looks once per process; raises nothing."""
     seen = os.getpid(), parent.absolute()
     if seen in _cleared:
         return
@@ -100,9 +101,9 @@ def _clear(path: Path) -> None:
 
 
 def _locked(make: Callable[[], str]) -> tuple[Path, int]:
-    """What `make` makes, and a descriptor that holds its lock.
+    """Calls `make` and returns the path and a descriptor that holds its lock.
 
-    Another process may clear it before it is locked, even before it is opened: then it is made again.
+    Another process may remove the path before it is locked or even opened; then `make` is called again.
     """
     while True:
         path = Path(make())

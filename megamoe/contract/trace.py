@@ -1,7 +1,7 @@
-"""What an executor recorded of a run: Execution.trace, which backends.vm.trace fills and megamoe.explain reads.
+"""What an executor records of a run: Execution.trace, filled by backends.vm.trace and read by megamoe.explain.
 
-Time is a count of steps: one for every basic block that a warp executed and one for every operation (copy, mma, commit)
-that ended, in the order in which the schedule let them happen. It orders events. It is never a GPU's time.
+Time is a count of steps: one for every basic block that a warp executes and one for every operation (copy, mma, commit)
+that ends, in the order in which the schedule lets them happen. Steps order events; they are never GPU time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Bounds = tuple[int, int]
 
 @dataclass(slots=True)
 class RunSlice:
-    """A warp between two waits, from step `begins` to `ends`: the blocks that it ran and its notable opcodes."""
+    """A warp between two waits, from step `begins` to `ends`: the number of blocks it ran and its notable opcodes."""
 
     begins: int
     ends: int
@@ -25,9 +25,10 @@ class RunSlice:
 
 @dataclass(slots=True)
 class Release:
-    """What ended a wait at `step`: operation number `operation`, or (None) something that `warp` of `cta` did.
+    """What ended a wait at `step`: the operation with number `operation`, or, if that is None, an action of `warp` of
+    `cta`.
 
-    `cta` counts the recorded CTAs of the launch.
+    `cta` is an index into the recorded CTAs of the launch.
     """
 
     step: int
@@ -38,7 +39,7 @@ class Release:
 
 @dataclass(slots=True)
 class WaitSlice:
-    """A warp parked at PTX line `line`. `target` names the object of the wait, `reason` says its state then."""
+    """A warp parked at PTX line `line`. `target` names what it waits for; `reason` describes its state at that time."""
 
     begins: int
     ends: int
@@ -51,7 +52,8 @@ class WaitSlice:
 
 @dataclass(slots=True)
 class WarpTrace:
-    """One warp. `classes` counts instructions by counter name, `opcodes` the notable ones that some lane executed."""
+    """One warp. `classes` counts instructions by counter name, `opcodes` the notable opcodes that at least one lane
+    executed."""
 
     index: int
     classes: dict[str, int] = field(default_factory=dict[str, int])
@@ -78,7 +80,7 @@ class OperationTrace:
 class TmemTouch:
     """Cells of tensor memory that an instruction writes or reads; bounds of lanes and columns are inclusive.
 
-    `operation`: the one whose end lands the write.
+    `operation`: the operation at whose end the write lands.
     """
 
     step: int
@@ -104,7 +106,7 @@ class TmemSpan:
 
 @dataclass(slots=True)
 class SmemUse:
-    """Bytes of shared memory that one PTX line touched, as [first, behind the last) ranges.
+    """Bytes of shared memory that one PTX line touched, as half-open ranges [first, end).
 
     `by`: "generic" (ld, st), "copy" (bulk copies), or "tensor core".
     """
@@ -129,7 +131,7 @@ class Party:
 
 @dataclass(slots=True)
 class MBarrierTrace:
-    """One mbarrier: arrivals a phase, the steps at which phases ended, who arrives, who waits."""
+    """One mbarrier: arrivals per phase, the steps at which phases ended, who arrives, who waits."""
 
     offset: int
     expected: int
@@ -156,7 +158,7 @@ class CtaTrace:
 
 @dataclass(slots=True)
 class BankConflicts:
-    """Passes over the banks beyond the fewest possible, by one PTX line, in all recorded CTAs."""
+    """Bank passes beyond the minimum, caused by one PTX line in all recorded CTAs."""
 
     line: int
     text: str
@@ -165,7 +167,8 @@ class BankConflicts:
 
 @dataclass(slots=True)
 class LaunchTrace:
-    """One launch; sizes in bytes. `ctas` holds the recorded ones of the `total_ctas`, in order of their beginning."""
+    """One launch; sizes in bytes. `ctas` holds the recorded CTAs out of `total_ctas`, in the order in which they
+    began."""
 
     entry: str
     grid: Dim3
@@ -182,7 +185,8 @@ class LaunchTrace:
 
 @dataclass(slots=True)
 class Trace:
-    """A whole run. `left_out` events came beyond `event_limit`; counters and totals include them."""
+    """A whole run. `left_out` counts events beyond `event_limit`, which are not recorded; counters and totals include
+    them."""
 
     schedule: str
     steps: int = 0

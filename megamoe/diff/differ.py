@@ -1,10 +1,11 @@
-"""The one differ of two sets of lines, for compare, gate and accept: a call for every key.
+"""The one differ of two sets of lines, for compare, gate and accept: one call per key.
 
 comparison = compare_runs(read_side("before.jsonl"), read_side("after.jsonl"), load_specs())
 comparison.exit_status()    # 0 fine, 1 regression
 
-Three kinds of keys. "verdict": statuses and counters of records, exactly. "timing": device time at one temperature of
-the L2, by intervals from raw samples (megamoe.diff.times says how). "figures": what an assembler says, exactly.
+There are three kinds of keys. "verdict": statuses and counters of records, compared exactly. "timing": device time at
+one L2 temperature, compared by intervals from raw samples (see megamoe.diff.times). "figures": what an assembler
+reports, compared exactly.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ Call = Literal[
     "STATUS-CHANGED", "SLOWER", "WORSE", "MISSING", "AMBIGUOUS", "CHANGED", "NEW", "FASTER", "BETTER", "SAME"
 ]
 CALLS: tuple[Call, ...] = get_args(Call)
-"""The most severe first."""
+"""Most severe first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedRow:
-    """One row and what became of it. What does not apply is None or empty.
+    """One row and the result of its comparison. Fields that do not apply are None or empty.
 
-    `regression`: whether this row alone makes the comparison fail. `sentence` says why the call is what it is.
-    `before_us`, `after_us`: centre of the samples, microseconds a launch. `ratio` is after over before; with confidence
-    99 % it lies between `low` and `high`, which may be infinite. `threshold`: how far from 1 it may be, from the spec.
-    `samples`: how many, before and after. `changes`: counters and figures that differ.
-    `same_program`: whether both sides ran the same PTX, None if that is unknown.
+    `regression`: whether this row alone makes the comparison fail. `sentence`: the reason for the call. `before_us`,
+    `after_us`: centre of the samples in microseconds per launch. `ratio` is after over before; with 99 % confidence it
+    lies between `low` and `high`, which may be infinite. `threshold`: how far it may be from 1, from the spec.
+    `samples`: their numbers before and after. `changes`: counters and figures that differ. `same_program`: whether both
+    sides ran the same PTX, None if unknown.
     """
 
     key: Key
@@ -72,9 +73,9 @@ class ComparedRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All rows, the most severe first. `notes` are sentences that a reader must see, such as one about a torn file.
+    """All rows, most severe first. `notes`: sentences that a reader must see, such as one about a torn file.
 
-    `across` says in what the machines differ, empty unless comparing them was asked for.
+    `across`: how the machines differ; empty unless a comparison across machines was requested.
     """
 
     before: str
@@ -85,7 +86,7 @@ class Comparison:
 
     @property
     def counts(self) -> dict[Call, int]:
-        """Rows by call, the most severe first; calls of no row are left out."""
+        """The number of rows per call, most severe first; calls without rows are left out."""
         found = Counter(row.call for row in self.rows)
         return {call: found[call] for call in CALLS if found[call]}
 
@@ -95,12 +96,12 @@ class Comparison:
         return tuple(row for row in self.rows if row.regression)
 
     def exit_status(self, strict: bool = False) -> int:
-        """0 fine, 1 regression; with `strict` also 1 for a row whose times could not be told apart."""
+        """0 fine, 1 regression. With `strict`, also 1 if a row is AMBIGUOUS."""
         return int(any(row.regression or (strict and row.call == "AMBIGUOUS") for row in self.rows))
 
     @property
     def line(self) -> str:
-        """One line: "12 rows: 1 SLOWER, 1 AMBIGUOUS, 10 SAME; 1 regression"."""
+        """A summary: "12 rows: 1 SLOWER, 1 AMBIGUOUS, 10 SAME; 1 regression"."""
         parts = ", ".join(f"{number} {call}" for call, number in self.counts.items())
         bad = len(self.regressions)
         return f"{len(self.rows)} rows: {parts}; {bad or 'no'} regression{'' if bad == 1 else 's'}"
@@ -115,11 +116,11 @@ def compare_runs(
     only: Sequence[str] = (),
     renames: Sequence[str] = (),
 ) -> Comparison:
-    """What became of every row of `before` in `after`. Thresholds of times come from `specs`, by op.
+    """Compares every row of `before` with `after`. Thresholds for times come from `specs`, by op.
 
-    `only`: globs over the text of a key; a row that matches none is left out. `renames`: NEW=OLD, a backend of `after`
-    that is held against one of `before`. ComparisonError when nothing can be compared: a side without rows, no row in
-    common, or, unless `across`, other machines, drivers or versions.
+    `only`: globs over the text of a key; rows that match none are left out. `renames`: NEW=OLD, a backend of `after` to
+    compare with one of `before`. Raises ComparisonError if nothing can be compared: a side without rows, no common row,
+    or, unless `across`, different machines, drivers or versions.
     """
     before, after = renamed(*where_both_ran(before, after, across), renames)
     old, new = lines_of(before, only), lines_of(after, only)
@@ -145,7 +146,7 @@ def _distance(row: ComparedRow) -> float:
 
 
 def compare_lines(old: Lines, new: Lines, specs: Mapping[str, Spec]) -> Iterator[ComparedRow]:
-    """One row for each key of either side. Of several lines of one key none hides what got worse in another."""
+    """One row for each key of either side. If a key has several lines, none of them hides a regression in another."""
     yield from _missing_or_new(old, new)
     for key, records in old.verdicts.items():
         if key in new.verdicts:
@@ -178,9 +179,9 @@ def _status(lines: Lines, key: Key) -> Status | None:
 def _status_changed(
     key: Key, old: Sequence[Record] | Sequence[Timing], new: Sequence[Record] | Sequence[Timing]
 ) -> ComparedRow | None:
-    """A row that passes now is better; every other change is worse, if only because it hides what was there.
+    """A row that passes now is better. Every other change is worse, if only because it hides what was there before.
 
-    A status that no line had before is a change even if a worse one was there on both sides. So is a pass that is gone.
+    A new status counts as a change even if both sides also have a worse one. So does a lost pass.
     """
     known = {"passed", *(line.status for line in old)}
     before, after = worst(old), worst([line for line in new if line.status not in known] or new)
@@ -206,7 +207,7 @@ def _same(before: str | None, after: str | None) -> bool | None:
 
 
 def _verdict(key: Key, old: Sequence[Record], new: Sequence[Record]) -> ComparedRow:
-    """A status that changed, or counters that did: whichever is worse. Counters are those of the lines that passed."""
+    """The worse of a changed status and changed counters. Only lines that passed have counters to compare."""
     changed = _status_changed(key, old, new)
     found = [changed] if changed else []
     before, after = ([line for line in lines if line.status == "passed"] for lines in (old, new))
@@ -219,7 +220,7 @@ def _verdict(key: Key, old: Sequence[Record], new: Sequence[Record]) -> Compared
 
 
 def _counters(key: Key, old: Sequence[Record], new: Sequence[Record]) -> Iterator[ComparedRow]:
-    """Counters of other inputs are not compared. A line that has no partner of its inputs is not called SAME."""
+    """Does not compare counters of different inputs. A line without a partner on its inputs is not called SAME."""
     alone = [line for line in old if not any(_same_inputs(line, other) for other in new)]
     alone += [line for line in new if not any(_same_inputs(line, other) for other in old)]
     if alone:
@@ -237,9 +238,9 @@ def _same_inputs(one: Record | Figures, other: Record | Figures) -> bool:
 def _pairs(
     key: Key, old: Sequence[Record] | Sequence[Figures], new: Sequence[Record] | Sequence[Figures]
 ) -> Iterator[ComparedRow]:
-    """Every line of `old` against every line of `new` on the same inputs; the same lines on both sides are the same.
+    """Compares every line of `old` with every line of `new` on the same inputs. The same lines on both sides are SAME.
 
-    Numbers repeat exactly, so a side whose lines differ among themselves is held at each of them.
+    Numbers repeat exactly, so if a side's lines differ from each other, every one of them is compared.
     """
     if len(old) + len(new) > 2 and _distinct(old) == _distinct(new):
         for before, after in zip(old, new, strict=False):
@@ -252,7 +253,7 @@ def _pairs(
 
 
 def _distinct(lines: Sequence[Record] | Sequence[Figures]) -> set[str]:
-    """What the lines say that repeats exactly, each once."""
+    """The exactly repeatable part of the lines, without duplicates."""
     return {
         repr(
             (sorted(line.counters.items()), sorted(line.input_sha256.items()))
@@ -264,7 +265,7 @@ def _distinct(lines: Sequence[Record] | Sequence[Figures]) -> set[str]:
 
 
 def _exact(key: Key, before: Record | Figures, after: Record | Figures) -> ComparedRow:
-    """One cost that got worse is enough. So is one that is no longer counted: nothing holds it now."""
+    """One worse cost makes the row WORSE. So does a cost that is no longer counted, because nothing checks it now."""
     found = differences(before, after)
     trends = {change.trend for change in found}
     call: Call = "SAME"
@@ -299,12 +300,12 @@ def _spelt(found: Iterable[Change]) -> str:
 
 
 def _most_severe(rows: Iterable[ComparedRow]) -> ComparedRow:
-    """A regression before any other row, then the most severe call; of several with that call the last."""
+    """A regression comes before any other row, then the most severe call. Among equals the last one wins."""
     return min(reversed([*rows]), key=lambda row: (not row.regression, CALLS.index(row.call)))
 
 
 def _timings(old: Lines, new: Lines, specs: Mapping[str, Spec]) -> Iterator[ComparedRow]:
-    """Times are those of the lines that passed; a status that changed is held beside them."""
+    """Compares the times of the lines that passed. If the status changed too, reports the more severe of both."""
     passed: dict[Key, tuple[Sequence[Timing], Sequence[Timing]]] = {}
     changes: dict[Key, ComparedRow] = {}
     for key, lines in old.timings.items():
@@ -329,7 +330,7 @@ def _timings(old: Lines, new: Lines, specs: Mapping[str, Spec]) -> Iterator[Comp
 def _timed(
     passed: Mapping[Key, tuple[Sequence[Timing], Sequence[Timing]]], thresholds: Sequence[float]
 ) -> Iterator[ComparedRow]:
-    # Arrays and quantiles, which a comparison without times does not need, take 0.2 s to import.
+    # Imported here because they take 0.2 s and a comparison without times does not need them.
     from megamoe.diff.times import centres, ratios
 
     before, after = (centres([lines[i] for lines in passed.values()]) for i in (0, 1))
@@ -342,7 +343,7 @@ def _timed(
         was, now = (lines[-1] for lines in passed[key])
         identical = list(passed[key][0]) == list(passed[key][1])
         call = "SAME" if identical else called(low, high, threshold)
-        # Enough samples before and too few after: what was held is held no more, as if the row were missing.
+        # Enough samples before and too few after: the time is no longer checked, as if the row were missing.
         lost = enough[0][i] and not enough[1][i]
         how = "" if was.method == now.method else f"; timed by {was.method} before, by {now.method} after"
         flushes = [side.flush or "dirty" for side in (was, now)]
@@ -369,7 +370,7 @@ def _timed(
 
 
 def called(low: float, high: float, threshold: float) -> Call:
-    """Times differ if the whole interval lies beyond the threshold; they are the same if all of it lies within."""
+    """Times differ if the whole interval lies beyond the threshold, and are the same if all of it lies within."""
     if low > 1 + threshold:
         return "SLOWER"
     if high < 1 - threshold:
@@ -390,10 +391,10 @@ def _thresholds(keys: Sequence[Key], specs: Mapping[str, Spec]) -> list[float]:
 
 
 def _threshold(key: Key, spec: Spec | None, case: Case | None) -> float:
-    """The default for a case that no spec knows: an old record may speak of what is no longer there."""
+    """The spec's threshold; the default if no spec has the case, since an old record may hold a case that is gone."""
     if spec is None:
         return DEFAULT_THRESHOLD
-    # Parsing a case that is in no matrix takes a while, and only an override without a list of cases needs it.
+    # Parsing a case outside all matrices is slow, and only an override without a list of cases needs it.
     if case is None and all(override.cases is not None for override in spec.thresholds.overrides):
         return spec.thresholds.default
     try:

@@ -1,8 +1,8 @@
-"""What differs between two lines of one key, and which way a counter or a compiler figure gets worse.
+"""What differs between two lines of one key, and which direction of a counter or compiler figure is worse.
 
-Gate, compare and accept share it. Counters of the VM and figures of a compiler are whole numbers that repeat exactly:
-any difference is a fact and needs no statistics. The table here says what it means. Whether two times differ is a
-question for megamoe.diff.times; here they are two medians.
+Gate, compare and accept share it. VM counters and compiler figures are integers that repeat exactly, so any difference
+is a fact and needs no statistics; the table here says what it means. megamoe.diff.times decides whether two times
+differ; here they are just two medians.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ NOT_FAILED_ON: Final = (
     "wgmma_fences_early",
     "tmem_unwaited_overwrites",
 )
-"""Orders that the ISA asks for and a judged row does not fail on."""
+"""Orderings that the ISA requires, but whose absence does not fail a judged row."""
 
-# "cost": more of it is worse. "fact": a property of the case, which no kernel can change.
+# "cost": more of it is worse. "fact": a property of the case that no kernel can change.
 _DIRECTIONS: Mapping[str, Direction] = {
     "barrier_waits": "cost",
-    # Operands for which the ISA has no result.
+    # Operands for which the ISA defines no result.
     "bit_fields_beyond_255": "cost",
     "remainders_by_zero": "cost",
     "mbarrier_stalls": "cost",
-    # FLOPs issued, padding of tiles included; `useful_flops` is what the case needs.
+    # FLOPs issued, including tile padding; `useful_flops` is what the case needs.
     "mma_flops": "cost",
     "mma_instructions": "cost",
     "smem_bank_conflicts": "cost",
@@ -66,7 +66,7 @@ _COST_PREFIXES = ("instructions_",)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A number that differs; None where it was not counted. `trend` "vanished": a cost that is no longer counted."""
+    """A number that differs; None if it was not counted. `trend` "vanished": a cost that is no longer counted."""
 
     name: str
     before: int | float | None
@@ -84,9 +84,9 @@ class Change:
 
 
 def direction(name: str) -> Direction | None:
-    """What more of `name` means; None for a name that the table lacks: any change of it is just a change.
+    """What more of `name` means. None for a name that is not in the table: any change of it is just a change.
 
-    A figure of one kernel of several is named ENTRY.NAME and gets worse as NAME does.
+    If there are several kernels, a figure of one of them is named ENTRY.NAME and has NAME's direction.
     """
     name = name.rpartition(".")[2]
     return "cost" if name.startswith(_COST_PREFIXES) else _DIRECTIONS.get(name)
@@ -95,7 +95,7 @@ def direction(name: str) -> Direction | None:
 def differences(before: KeyedLine, after: KeyedLine) -> tuple[Change, ...]:
     """What differs between two lines of one key: counters, figures (ENTRY.NAME), or the median of samples in us.
 
-    TypeError for lines of two kinds.
+    Raises TypeError for lines of two kinds.
     """
     if isinstance(before, Record) and isinstance(after, Record):
         return changes(before.counters, after.counters)
@@ -107,9 +107,9 @@ def differences(before: KeyedLine, after: KeyedLine) -> tuple[Change, ...]:
 
 
 def changes(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[Change, ...]:
-    """Every number that differs, by name. A machine names a cost only once it arises: one that appears was 0 before.
+    """Every number that differs, by name. A machine lists a cost only once it occurs, so a new one was 0 before.
 
-    One that was more than 0 and is not there any more is "vanished", not better: perhaps nobody counts it now.
+    A cost that was above 0 and is now missing is "vanished", not better: perhaps nothing counts it any more.
     """
     names = sorted({*before, *after})
     found = ((name, before.get(name), after.get(name)) for name in names)
@@ -129,7 +129,7 @@ def _trend(name: str, before: int | None, after: int | None) -> Trend | None:
 
 
 def _flattened(before: Figures, after: Figures) -> tuple[dict[str, int], dict[str, int]]:
-    """ENTRY.NAME -> number. The kernel of a program that has one may be renamed: both sides take its new name."""
+    """ENTRY.NAME -> number. If the program has a single kernel, it may be renamed: both sides then use the new name."""
     old = before.kernels
     if len(before.kernels) == len(after.kernels) == 1:
         old = dict(zip(after.kernels, before.kernels.values(), strict=True))
@@ -141,7 +141,7 @@ def _flattened(before: Figures, after: Figures) -> tuple[dict[str, int], dict[st
 
 
 def _medians(before: Timing, after: Timing) -> tuple[Change, ...]:
-    """Samples that differ, as their medians; none on one side is None."""
+    """The medians, if the samples differ; None for a side without samples."""
     if before.samples_us == after.samples_us:
         return ()
     old, new = (median(line.samples_us) if line.samples_us else None for line in (before, after))

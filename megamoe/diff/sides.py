@@ -17,18 +17,18 @@ from megamoe.records.lines import BASELINE_RUN, AnyLine, Figures, Record, RunHea
 BASELINES = "results/baselines"
 MAX_GIT_SECONDS = 60
 SOFTWARE = "vm"
-"""The executor that is the same on every machine."""
+"""The executor that behaves the same on every machine."""
 
 
 class ComparisonError(Exception):
-    """Two sides that cannot be compared; the text says why and what would be right."""
+    """Two sides cannot be compared; the text says why and what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
     """The record files of one side. Messages call it `label`.
 
-    `whole`: it is all the baselines of a revision, one file a machine. `remarks`: what was left out of it, and why.
+    `whole`: it consists of all baselines of a revision, one file per machine. `remarks`: what was left out, and why.
     """
 
     label: str
@@ -38,7 +38,7 @@ class Side:
 
     @property
     def headers(self) -> dict[str, RunHeader]:
-        """The runs of the files, by id."""
+        """The headers of the files' runs, by run id."""
         return {header.run: header for file in self.files for header in file.headers}
 
     @property
@@ -53,9 +53,9 @@ class Side:
 
 
 def read_side(name: str, root: Path | None = None) -> Side:
-    """The side that `name` means: a file, a folder of *.jsonl, REV (its results/baselines) or REV:PATH.
+    """The side that `name` refers to: a file, a folder of *.jsonl, REV (its results/baselines) or REV:PATH.
 
-    A name that exists as a path is a path. git runs in `root`, the current folder by default. Raises ComparisonError or
+    A name that exists as a path is a path. git runs in `root`, by default the current folder. Raises ComparisonError or
     RecordError.
     """
     if not name:
@@ -94,7 +94,7 @@ def _blob(root: Path, commit: str, path: str) -> RecordFile:
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:
-    """The output of git, None if it refuses."""
+    """The output of git; None if git fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, timeout=MAX_GIT_SECONDS, check=False)
     except OSError as error:
@@ -105,9 +105,9 @@ def _git(root: Path, *arguments: str) -> bytes | None:
 
 
 def where_both_ran(before: Side, after: Side, across: bool = False) -> tuple[Side, Side]:
-    """The sides; of one that is `whole` only the baselines of what the other ran on, unless the other is whole as well.
+    """Returns both sides. If one is `whole` and the other is not, keeps only baselines from where the other side ran.
 
-    A run on the VM owes nothing to the baseline of a device. `across`: another device will do. ComparisonError if no
+    A run on the VM must not be compared with a device's baseline. `across`: any device will do. ComparisonError if no
     baseline is left.
     """
     if before.whole == after.whole:
@@ -138,7 +138,7 @@ def _of_places(whole: Side, other: Side, across: bool) -> Side:
 
 
 def _places(file: RecordFile, across: bool) -> set[tuple[str, str]]:
-    """Executor and device of the verdicts and times of a file. The device is empty for a machine of software."""
+    """Executor and device of the verdicts and times of a file. The device is "" for a software machine."""
     devices = {header.run: header.device.name for header in file.headers if header.device and not across}
     lines = (*file.records, *file.timings)
     return {(line.executor, "" if line.executor == SOFTWARE else devices.get(line.run, "")) for line in lines}
@@ -149,10 +149,10 @@ def _spelt(places: Iterable[tuple[str, str]]) -> str:
 
 
 def renamed(before: Side, after: Side, renames: Sequence[str]) -> tuple[Side, Side]:
-    """The sides with backends of `after` under names of `before`, for each NEW=OLD of `renames`.
+    """Returns both sides, with backends of `after` renamed to backends of `before`, for each NEW=OLD of `renames`.
 
-    NEW of `after` meets OLD of `before`. Where `before` has NEW too, or `after` OLD, those lines are left out: so one
-    file may be both sides. ComparisonError for a name that its side does not have, and for one OLD given twice.
+    NEW in `after` is compared with OLD in `before`. Lines of NEW in `before` and of OLD in `after` are dropped, so one
+    file may serve as both sides. ComparisonError for a name that its side does not have, and for a name used twice.
     """
     names: dict[str, str] = {}
     for text in renames:
@@ -198,8 +198,8 @@ _IDENTITY = ("name", "compute_capability", "driver", "toolkit", "multiprocessors
 def differences_of_machines(before: Side, after: Side, kinds: Set[str]) -> list[str]:
     """Sentences about devices and versions that differ between the sides, or within one.
 
-    `kinds`: of the keys in common. Verdicts and counters depend on no machine, figures on the assembler, times on
-    everything.
+    `kinds`: the kinds of the common keys. Verdicts and counters depend on no machine, figures on the assembler, times
+    on everything.
     """
     found: list[str] = []
     if "figures" in kinds:
@@ -211,7 +211,7 @@ def differences_of_machines(before: Side, after: Side, kinds: Set[str]) -> list[
 
 
 def _timing_differences(before: Side, after: Side) -> list[str]:
-    """By row: a side may hold rows of several machines, but both sides must have each row from one and the same."""
+    """By row: a side may hold rows from several machines, but both sides must have each row from the same one."""
     known = before.headers, after.headers
     unknown = [
         f"{side.label} has no header of run {run}, so that its machine is unknown"
@@ -259,7 +259,7 @@ def _differing(what: str, sides: Iterable[Iterable[str]]) -> list[str]:
 
 
 class Lines(NamedTuple):
-    """The lines of a side by key; several lines of one key in their order."""
+    """The lines of a side by key. Several lines of one key keep their order."""
 
     verdicts: dict[Key, list[Record]]
     timings: dict[Key, list[Timing]]
@@ -274,7 +274,7 @@ _Line = TypeVar("_Line", bound=KeyedLine)
 
 
 def by_key(lines: Iterable[_Line]) -> dict[Key, list[_Line]]:
-    """`lines` by what they are about."""
+    """`lines` grouped by key."""
     found: dict[Key, list[_Line]] = {}
     for line in lines:
         found.setdefault(Key.of(line), []).append(line)
@@ -282,10 +282,10 @@ def by_key(lines: Iterable[_Line]) -> dict[Key, list[_Line]]:
 
 
 def lines_of(side: Side, only: Sequence[str] = ()) -> Lines:
-    """The lines of `side` whose key, as text, matches any of the globs `only`, or all if there are none.
+    """The lines of `side` whose key, as text, matches any of the globs `only`; all lines if there are none.
 
-    ComparisonError if one run has two times of one key: a run takes one, and copies of it would outvote other runs.
-    Also if one run has two headers that differ: nobody knows which of them its lines come from.
+    ComparisonError if one run has two times for one key: a run measures each key once, and copies would outvote other
+    runs. Also if one run has two different headers, because it is unknown to which of them its lines belong.
     """
     _refuse_two_origins(side)
     _refuse_copies(side)
@@ -297,7 +297,7 @@ def lines_of(side: Side, only: Sequence[str] = ()) -> Lines:
 
 
 def _refuse_two_origins(side: Side) -> None:
-    """Every baseline file has a run of one name, so there a file may differ from another."""
+    """Refuses a run with two different headers. All baseline files use one run name, so these may differ."""
     first: dict[tuple[str, str], tuple[RunHeader, str]] = {}
     for file in side.files:
         for number, line in enumerate(file.lines, 1):

@@ -1,30 +1,30 @@
-"""The interval in which the ratio of two device times lies, from raw samples.
+"""The confidence interval of the ratio of two device times, from raw samples.
 
-Samples that were taken together are not independent: they share a clock frequency, a temperature, and a host that is
-busy for a second and slow to launch. So the method counts units, not samples:
+Samples taken together are not independent: they share a clock frequency, a temperature, and a host that may be busy for
+a second and slow to launch. So the method counts units, not samples:
 
-1. A unit is one round of one run. A run of more than 10 rounds has 10 units instead, blocks of consecutive rounds, as
-   what disturbs a device lasts longer than a round. A run of fewer than 4 rounds has blocks of consecutive samples.
-   Where a side has 4 runs of a row or more, its units are the runs, each the mean of its own units: two processes
-   differ by more than two parts of one.
-2. A unit says two things: the logarithms of its median and of its lower quartile. What disturbs a kernel adds time, so
-   the quartile is the least disturbed; a kernel that is slower only now and then shows in the median.
-3. The centre of a side is the mean of its units without the least and the greatest tenth. Its error is Yuen's (1974),
-   from the variance of the winsorised units. One disturbed round of ten moves neither.
-4. Units that follow each other may still be alike (clocks that drift). The error is widened by (1 + r) / (1 - r), r
-   being the correlation of neighbours, corrected for its bias in short series and held within 0 and 0.6.
-5. The difference of both centres has Welch's interval of Student's t, at 99 %, and half a tick of each clock more: a
-   clock that counts in steps of 32 ns cannot see less.
-6. The interval of a row holds that of the medians and that of the quartiles: for a difference both must show it, and to
-   be the same, both must be. The ratio is that of the medians.
+1. A unit is one round of one run. A run of more than 10 rounds has 10 units instead, blocks of consecutive rounds,
+   because disturbances of a device last longer than a round. A run of fewer than 4 rounds has blocks of consecutive
+   samples. If a side has 4 or more runs of a row, its units are the runs, each the mean of its own units: two processes
+   differ by more than two parts of one process.
+2. A unit gives two numbers: the logarithms of its median and of its lower quartile. Disturbances add time, so the
+   quartile is the least disturbed; a kernel that is slower only now and then shows in the median.
+3. The centre of a side is the trimmed mean of its units, without the lowest and the highest tenth. Its error is Yuen's
+   (1974), from the variance of the winsorised units. One disturbed round in ten moves neither.
+4. Consecutive units may still be alike (drifting clocks). The variance is widened by (1 + r) / (1 - r), where r is the
+   correlation of neighbours, corrected for its bias in short series and limited to 0 to 0.6.
+5. The difference of the centres has Welch's interval with Student's t, at 99 %, plus half a tick of each clock: a clock
+   with steps of 32 ns cannot resolve less.
+6. The interval of a row covers the interval of the medians and that of the quartiles: both must show a difference, and
+   both must show sameness. The ratio is the ratio of the medians.
 
-With fewer than two units a side has no error, and the interval is infinite: nothing can be said.
-conformance/bench/false_alarms.py measures how often two runs of the same program are called different. A shift between
-processes, which one run a side cannot show, is what the threshold is for.
+With fewer than two units a side has no error and the interval is infinite: nothing can be said.
+conformance/bench/false_alarms.py measures how often two runs of the same program are called different. One run per side
+cannot show a shift between processes; the threshold covers it.
 
-Student's t is that of scipy.special, which scipy.stats.t calls: scipy.stats takes 0.7 s to import, and 10,000 rows are
-to be compared in 2 s. Trimming and winsorising are slices of a sorted array here: scipy.stats.ttest_ind(trim=) has no
-room for the widening of 4., and scipy.stats.mstats.winsorize takes 1 s for 20,000 rows of ten units.
+Student's t comes from scipy.special, which scipy.stats.t calls: importing scipy.stats takes 0.7 s, and comparing 10,000
+rows must take at most 2 s. Trimming and winsorising use slices of a sorted array: scipy.stats.ttest_ind(trim=) cannot
+do the widening of step 4, and scipy.stats.mstats.winsorize takes 1 s for 20,000 rows of ten units.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Centres:
-    """One side of every row: arrays [quantile of QUANTILES, row], but for `samples` [row].
+    """One side of every row: arrays [quantile of QUANTILES, row], except `samples` [row].
 
-    `centre`: log of microseconds. `error`: its standard error, infinite where it is unknown. `freedom`: degrees of
-    freedom of that error. `tick`: step of the clock, log of microseconds. `samples`: how many.
+    `centre`: log of microseconds. `error`: its standard error, infinite if unknown. `freedom`: degrees of freedom of
+    that error. `tick`: step of the clock, in log of microseconds. `samples`: their number.
     """
 
     centre: Floats
@@ -73,12 +73,12 @@ class Centres:
 
     @property
     def known(self) -> list[bool]:
-        """Whether there are samples enough to know an error [row]."""
+        """Whether there are enough samples for an error [row]."""
         return np.all(np.isfinite(self.error), axis=0).tolist()
 
 
 def centres(rows: Sequence[Sequence[Timing]]) -> Centres:
-    """The centre of each row, from all its lines; each row has a line with samples."""
+    """The centre of each row, from all its lines. Each row must have a line with samples."""
     lines = [line for row in rows for line in row]
     lengths = np.fromiter((len(line.samples_us) for line in lines), np.int64, len(lines))
     values = np.fromiter(chain.from_iterable(line.samples_us for line in lines), np.float64, int(lengths.sum()))
@@ -96,7 +96,7 @@ def centres(rows: Sequence[Sequence[Timing]]) -> Centres:
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """After over before, and the interval that holds it with 99 % confidence; arrays of one element a row."""
+    """After over before, and its interval at 99 % confidence; arrays with one element per row."""
 
     ratio: Floats
     low: Floats
@@ -104,12 +104,12 @@ class Ratios:
 
 
 def ratios(before: Centres, after: Centres) -> Ratios:
-    """The ratio of the medians of each row and its interval, which is 0 to infinity where nothing can be said."""
+    """The ratio of the medians of each row and its interval. The interval is 0 to infinity if nothing can be said."""
     before_share, after_share = before.error**2, after.error**2
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         variance = before_share + after_share
         freedom = variance**2 / (before_share**2 / before.freedom + after_share**2 / after.freedom)
-        # Zero over zero: no scatter at all on either side. Infinity over infinity: an unknown one.
+        # 0 / 0: neither side scatters at all. inf / inf: a side's error is unknown.
         freedom = np.where(np.isfinite(freedom), freedom, MIN_FREEDOM)
         half = stdtrit(freedom, (1 + CONFIDENCE) / 2) * np.sqrt(variance) + (before.tick + after.tick) / 2
         difference = after.centre - before.centre
@@ -118,7 +118,7 @@ def ratios(before: Centres, after: Centres) -> Ratios:
 
 
 def _units(values: Floats, rounds: Integers, lengths: Integers) -> tuple[Floats, Integers, Integers]:
-    """`values` sorted by unit, how many samples each unit has, and the line of each unit."""
+    """`values` sorted by unit, the number of samples of each unit, and the line of each unit."""
     line = np.repeat(np.arange(len(lengths)), lengths)
     same_line = line[1:] == line[:-1]
     if np.any(same_line & (rounds[1:] < rounds[:-1])):
@@ -133,7 +133,7 @@ def _parts(line: Integers, rounds: Integers, lengths: Integers) -> Integers:
     first = _starts(line, rounds)
     of_line = np.bincount(line[first], minlength=len(lengths))
     begin = np.cumsum(lengths) - lengths
-    # The number of its round within its line, from 0.
+    # The index of its round within its line.
     ordinal = np.cumsum(first) - 1
     ordinal = ordinal - ordinal[begin][line]
     position = np.arange(len(line)) - begin[line]
@@ -154,7 +154,7 @@ def _starts(line: Integers, part: Integers) -> npt.NDArray[np.bool_]:
 
 
 def _runs_as_units(units: Floats, line_of_unit: Integers, row_of_line: Integers) -> tuple[Floats, Integers]:
-    """Units, a run being one where its row has MIN_RUNS or more, and the row of each unit."""
+    """Units and the row of each. In rows with MIN_RUNS or more runs, each run is one unit."""
     many = (np.bincount(row_of_line) >= MIN_RUNS)[row_of_line][line_of_unit]
     mean = np.bincount(line_of_unit, weights=units) / np.bincount(line_of_unit)
     first = np.ones(len(units), dtype=bool)
@@ -164,7 +164,7 @@ def _runs_as_units(units: Floats, line_of_unit: Integers, row_of_line: Integers)
 
 
 def _by_size(sizes: Integers) -> Iterator[tuple[Integers, Integers, npt.NDArray[np.bool_]]]:
-    """Pads a ragged array, parts of similar size together: which parts, the index of each element, if it exists."""
+    """Pads a ragged array, grouping parts of similar size. Yields which parts, each element's index, and a mask."""
     starts = np.cumsum(sizes) - sizes
     doublings = np.ceil(np.log2(sizes)).astype(np.int64)
     for doubling in np.unique(doublings):
@@ -175,7 +175,7 @@ def _by_size(sizes: Integers) -> Iterator[tuple[Integers, Integers, npt.NDArray[
 
 
 def _quantiles(values: Floats, sizes: Integers) -> Floats:
-    """[quantile of QUANTILES, unit], interpolated linearly between two samples."""
+    """[quantile of QUANTILES, unit], interpolated linearly between samples."""
     found = np.empty((len(QUANTILES), len(sizes)))
     for which, index, inside in _by_size(sizes):
         ordered = np.sort(np.where(inside, values[index], np.inf), axis=1)
@@ -189,7 +189,7 @@ def _quantiles(values: Floats, sizes: Integers) -> Floats:
 
 
 def _ticks(values: Floats, sizes: Integers) -> Floats:
-    """The step of the clock of each row: the least difference of two samples, 0 where all are equal."""
+    """Each row's clock step: the smallest difference between two samples, 0 if all are equal."""
     found = np.zeros(len(sizes))
     for which, index, inside in _by_size(sizes):
         ordered = np.sort(np.where(inside, values[index], np.inf), axis=1)
@@ -224,7 +224,7 @@ def _trimmed(units: Floats, counts: Integers) -> tuple[Floats, Floats, Floats]:
 
 
 def _widening(deviation: Floats) -> Floats:
-    """The factor by which the variance of a mean grows because neighbours are alike."""
+    """The factor by which the variance of a mean grows when neighbours are correlated."""
     with np.errstate(divide="ignore", invalid="ignore"):
         r = (deviation[:, 1:] * deviation[:, :-1]).sum(axis=1) / (deviation**2).sum(axis=1)
     r = np.clip(np.nan_to_num(r + (1 + 3 * r) / deviation.shape[1]), 0.0, MAX_CORRELATION)

@@ -26,7 +26,7 @@ class ExplainError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a run of `row` showed. `counters`: those of the executor, useful_flops and minimum_bytes."""
+    """What a run of `row` showed. `counters`: the executor's counters, plus useful_flops and minimum_bytes."""
 
     row: Row
     case: Case
@@ -70,7 +70,7 @@ def explain(spec: Spec, row: Row) -> Explanation:
 
 
 def _trace(row: Row, execution: Execution) -> Trace:
-    # An executor may be anybody's: what it hands over need not keep to the contract's types.
+    # An executor may be third-party code, whose trace need not follow the contract's types.
     trace: object = execution.trace
     if trace is None:
         raise ExplainError(
@@ -86,8 +86,8 @@ def _trace(row: Row, execution: Execution) -> Trace:
 
 
 def write_files(found: Explanation, folder: Path) -> list[Path]:
-    """Writes the PTX, a Perfetto trace, and pictures of tensor memory and of registers: those of the first CTA of each
-    launch. RecordError if it cannot."""
+    """Writes the PTX, a Perfetto trace, and pictures of tensor memory and registers for the first CTA of each launch.
+    RecordError if a file cannot be written."""
     row, trace = found.row, found.trace
     files: dict[str, str] = {"kernel.ptx": found.ptx}
     names: dict[str, str] = {}

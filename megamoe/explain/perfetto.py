@@ -1,4 +1,4 @@
-"""A trace for ui.perfetto.dev or chrome://tracing (Trace Event Format, JSON): a track for each agent of each CTA.
+"""A trace for ui.perfetto.dev or chrome://tracing (Trace Event Format, JSON): one track per agent of each CTA.
 
 The format knows only times, so one VM step is shown as one microsecond.
 """
@@ -12,9 +12,9 @@ from megamoe.contract.trace import CtaTrace, LaunchTrace, OperationTrace, Releas
 from megamoe.explain.roles import role_name
 
 MAX_SLICES = 16_000
-"""Slices in one file: about 4 MB."""
+"""Maximum number of slices in one file: about 4 MB."""
 TENSOR_CORE, FIRST_COPY_LANE = 1000, 1001
-"""Thread ids. A warp has its index plus one."""
+"""Thread ids. A warp's is its index plus one."""
 CLOCK = "one microsecond here is one VM step (a basic block or an operation that ended), which is no time of a GPU"
 Event = dict[str, object]
 Name = Callable[[str], str]
@@ -68,7 +68,7 @@ class _Writer:
         self._copies(pid, [one for one in cta.operations if one.agent == "copy"])
 
     def _tensor_core(self, place: Place, operations: Sequence[OperationTrace]) -> None:
-        """The tensor core works in order, so an operation is drawn from the step at which it became the oldest."""
+        """The tensor core works in order, so each operation is drawn from the step at which it became the oldest."""
         if operations:
             self._name("thread_name", place, "tensor core")
         free = 0
@@ -78,7 +78,7 @@ class _Writer:
                 free = one.ended
 
     def _copies(self, pid: int, operations: Sequence[OperationTrace]) -> None:
-        """Copies overlap, so each is drawn in the first lane that is free when it is issued."""
+        """Copies overlap, so each is drawn in the first lane that is free at its issue."""
         lanes: list[int] = []
         for one in sorted(operations, key=lambda item: item.issued):
             if one.ended is None:
@@ -98,7 +98,7 @@ class _Writer:
             self._places[one.number] = (place, ends - 0.5)
 
     def _release(self, base: int, waiter: Place, wait: WaitSlice) -> None:
-        """Draws an arrow from what ended a wait to the end of the wait."""
+        """Draws an arrow to the end of a wait from what ended it."""
         source = self._source(base, wait.release) if wait.release is not None else None
         finish = wait.ends - 0.25
         if source is None or wait.ends <= wait.begins or source[0] == waiter or source[1] > finish:
@@ -112,7 +112,7 @@ class _Writer:
         self.events.append({**common, "ph": "f", "bp": "e", "pid": waiter[0], "tid": waiter[1], "ts": finish})
 
     def _drawn(self, place: Place, at: float) -> bool:
-        """Whether a slice was drawn that covers a moment of a track."""
+        """Whether a drawn slice covers this moment of the track."""
         spans = self._spans.get(place, [])
         index = bisect_right(spans, (at, float("inf"))) - 1
         return index >= 0 and spans[index][1] >= at

@@ -1,7 +1,7 @@
-"""Which register of which thread gets which (M, N) of an accumulator, load by load, and the picture of it.
+"""Which register of which thread gets which (M, N) of an accumulator, load by load, and a picture of it.
 
-The fragment of a shape is the closed form of the figures in PTX ISA 9.7.16.2.3 (tcgen05 matrix fragments). Row M is the
-lane of tensor memory: this holds for M = 128 in one CTA and for each CTA's half of M = 256 in a pair. Column N counts
+The fragment of each shape is the closed form of the figures in PTX ISA 9.7.16.2.3 (tcgen05 matrix fragments). Row M is
+the tensor-memory lane: this holds for M = 128 in one CTA and for each CTA's half of M = 256 in a pair. Column N counts
 from the first column of the accumulator.
 """
 
@@ -24,7 +24,7 @@ CELL_WIDTH, CELL_HEIGHT = 56, 15
 CELLS_ACROSS = WIDTH // CELL_WIDTH
 GATE, UP = PALETTE[5], PALETTE[4]
 _LOAD = re.compile(r"tcgen05\.ld\.sync\.aligned\.(?P<shape>\d+x\d+b)\.x(?P<num>\d+)\.b32")
-# Shape -> registers a thread in the x1 form, and (thread, register) -> (lane, column).
+# Shape -> registers per thread in the x1 form, and (thread, register) -> (lane, column).
 _FRAGMENTS: Mapping[str, tuple[int, Callable[[int, int], tuple[int, int]]]] = {
     "32x32b": (1, lambda t, r: (t, r)),
     "16x64b": (1, lambda t, r: (t // 4 + 8 * (t % 2), 2 * r + t // 2 % 2)),
@@ -67,7 +67,7 @@ class AccumulatorLoad:
 
 @dataclass(frozen=True, slots=True)
 class AccumulatorTile:
-    """An accumulator of `columns` columns and its loads. `turns`: so many columns of gate, then of up; or None."""
+    """An accumulator of `columns` columns and its loads. `turns`: columns of gate, then as many of up; or None."""
 
     columns: int
     first_column: int
@@ -78,7 +78,7 @@ class AccumulatorTile:
 def accumulator_tile(cta: CtaTrace, ptx: str, last_step: int, interleave: int | None) -> AccumulatorTile | None:
     """The first accumulator of a CTA that warps load into registers, or None.
 
-    `interleave`: that of the case, if it has one. It applies where the loading warps compute exponentials (a SwiGLU).
+    `interleave`: the case's value, if it has one. It is used only if the loading warps compute exponentials (a SwiGLU).
     """
     map_ = tmem_map(cta, last_step)
     for holding in map_.holdings if map_ else ():
@@ -97,7 +97,7 @@ def _activates(cta: CtaTrace, warp: int) -> bool:
 
 
 def _loads_of(cta: CtaTrace, holding: Holding, ptx: Sequence[str]) -> tuple[AccumulatorLoad, ...]:
-    """The loads of a holding, each once, by warp, then row, then column."""
+    """The distinct loads of a holding, ordered by warp, row and column."""
     steps = {read.step for read in holding.reads if read.by == "tcgen05.ld"}
     found: set[tuple[int, int, int, int, str, int]] = set()
     for touch in cta.tmem:
@@ -129,7 +129,7 @@ def draw_registers(tile: AccumulatorTile, title: str, subtitle: str) -> str:
 
 
 def _rule(load: AccumulatorLoad) -> str:
-    """Which M and N the registers of a thread hold, in words."""
+    """Describes which M and N the registers of a thread hold."""
     words = {
         "32x32b": "thread t of warp w holds one row, M = 32 (w mod 4) + t; register r holds column N = N0 + r",
         "16x64b": "thread t holds row M = M0 + t / 4 + 8 (t mod 2); register r holds N = N0 + 2 r + t / 2 mod 2",
@@ -141,7 +141,7 @@ def _rule(load: AccumulatorLoad) -> str:
 
 
 def _overview(canvas: Canvas, tile: AccumulatorTile, rows: int) -> None:
-    """The whole tile: a block for each load, in the colour of its warp; above it the turns of gate and up."""
+    """The whole tile: a block for each load, in the colour of its warp; above it the alternation of gate and up."""
     per_column = WIDTH / tile.columns
     if tile.turns:
         for number, first in enumerate(range(0, tile.columns, tile.turns)):

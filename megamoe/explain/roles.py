@@ -12,13 +12,13 @@ Opcodes = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Warps that do the same things. `evidence`: the opcodes that decided, with their counts over all its warps."""
+    """Warps with the same role. `evidence`: the opcodes that decided it, with their counts over all these warps."""
 
     name: str
     warps: tuple[int, ...]
     evidence: tuple[tuple[str, int], ...]
     registers: int | None
-    """Registers a thread after the last setmaxnreg; None if none was executed."""
+    """Registers per thread after the last setmaxnreg; None if none was executed."""
 
 
 def _any(*prefixes: str) -> Callable[[Opcodes], int]:
@@ -32,11 +32,11 @@ _EX2 = _any("ex2")
 _TMEM_LOADS, _TMEM_STORES = _any("tcgen05.ld"), _any("tcgen05.st")
 _GLOBAL_STORES, _SHARED_STORES = _any("st.global"), _any("st.shared", "stmatrix")
 MAX_STRAY_EX2 = 8
-"""Exponentials a warp may execute without being a softmax warp: a rescale factor or a final scale takes some."""
+"""A warp with at most this many exponentials is no softmax warp: a rescale factor or a final scale needs some."""
 
 
 def _hands_probabilities_on(opcodes: Opcodes) -> bool:
-    """Whether the exponentials go to an mma (a softmax) rather than activate the result of a GEMM."""
+    """Whether the exponentials feed an mma (softmax) rather than activate the result of a GEMM."""
     return bool(_TMEM_STORES(opcodes) or _MMA(opcodes) or (_SHARED_STORES(opcodes) and not _GLOBAL_STORES(opcodes)))
 
 
@@ -66,7 +66,7 @@ def role_name(opcodes: Opcodes) -> str:
 
 
 def roles(warps: Sequence[WarpTrace]) -> list[Role]:
-    """The roles of a CTA's warps: roles of many warps first, then by their first warp."""
+    """The roles of a CTA's warps, sorted by number of warps, largest first, then by first warp."""
     groups: dict[str, list[WarpTrace]] = {}
     for warp in warps:
         groups.setdefault(role_name(warp.opcodes), []).append(warp)

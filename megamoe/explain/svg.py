@@ -1,7 +1,7 @@
 """A canvas that writes SVG, with colours for light and dark pages.
 
-Our own: the pictures of explain are rectangles, lines and words with tooltips, which no plotting library makes shorter,
-and each file must stand alone in a browser.
+We do not use a plotting library: the pictures are rectangles, lines and words with tooltips, no library makes that
+shorter, and each file must work alone in a browser.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Canvas:
         self, x: float, y: float, width: float, height: float, *, fill: str = "", shape: str = "", opacity: float = 1.0,
         title: str = "",
     ) -> None:  # fmt: skip
-        """A rectangle with a colour, or with the class `shape`. The tooltip is `title`."""
+        """Draws a rectangle with a colour, or with the class `shape`. `title` is its tooltip."""
         style = f'class="{shape}"' if shape else f'fill="{fill}" fill-opacity="{opacity:g}"'
         inside = f"<title>{escape(title)}</title>" if title else ""
         self._parts.append(
@@ -40,7 +40,7 @@ class Canvas:
         )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, shape: str, width: float = 1, dash: str = "") -> None:
-        """A straight line with the class `shape`."""
+        """Draws a straight line with the class `shape`."""
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
         self._parts.append(
             f'<line x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}" class="{shape}" stroke-width="{width:g}"'
@@ -51,7 +51,7 @@ class Canvas:
         self, x: float, y: float, words: str, *, size: float = 12, anchor: str = "start", shape: str = "ink",
         turned: bool = False, bold: bool = False,
     ) -> None:  # fmt: skip
-        """Words on a baseline; `turned` ones read upwards."""
+        """Writes text on a baseline. With `turned` it reads upwards."""
         turn = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turned else ""
         weight = ' font-weight="600"' if bold else ""
         self._parts.append(
@@ -60,7 +60,7 @@ class Canvas:
         )
 
     def svg(self) -> str:
-        """The text of the whole picture."""
+        """The whole picture as SVG text."""
         return "\n".join(
             (
                 f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
@@ -74,7 +74,7 @@ class Canvas:
 
 
 def round_ticks(low: float, high: float, about: int) -> Iterator[int]:
-    """About `about` whole numbers within low..high, spaced by 1, 2 or 5 times a power of ten."""
+    """About `about` integers within low..high, spaced by 1, 2 or 5 times a power of ten."""
     span = max(high - low, 1)
     step = 1
     while span / step > about:

@@ -1,4 +1,4 @@
-"""The tables of an explanation, for the terminal, and the regions of shared memory that one of them shows."""
+"""The tables of an explanation for the terminal, and the regions of shared memory that one of them shows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Region:
 
 
 def regions(cta: CtaTrace) -> list[Region]:
-    """The regions that were touched, in ascending order. mbarriers are regions of their own."""
+    """The touched regions, in ascending order. mbarriers are regions of their own."""
     edges = {edge for use in cta.smem for one in use.ranges for edge in one}
     for barrier in cta.mbarriers:
         edges |= {barrier.offset, barrier.offset + MBARRIER_BYTES}
@@ -70,7 +70,7 @@ MAX_LINES = 5
 
 
 def report(found: Explanation) -> Group:
-    """Everything that a terminal can show of `found`."""
+    """All of `found` that a terminal can show."""
     parts: list[RenderableType] = [_heading(found), _assembly(found)]
     for number, launch in enumerate(found.trace.launches):
         parts += [Text(), _geometry(found, number, launch)]

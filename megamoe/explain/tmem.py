@@ -1,6 +1,6 @@
-"""A map of tensor memory from the touches of it, and the picture: what columns hold, who wrote it, who reads it when.
+"""A map of tensor memory made from its accesses, and a picture: what columns hold, who wrote it, who reads it when.
 
-The names of blocks (S, P, O) are inferred from who reads them, and the picture says so. All else is as recorded.
+The names of blocks (S, P, O) are inferred from their readers, and the picture says so. Everything else is as recorded.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ ACCUMULATORS = ("tcgen05.mma",)
 Scale = Callable[[float], float]
 LEFT, RIGHT, TOP, PLOT_WIDTH = 78, 24, 74, 1120
 DEAD = 0.22
-"""Opacity of a value that nobody will read any more."""
+"""Opacity of a value that is not read any more."""
 MAX_READS_AN_MMA = 8
-"""An mma reads at most so many blocks of tensor memory: parts of its accumulator and of operand A."""
+"""An mma reads at most this many blocks of tensor memory: parts of its accumulator and of operand A."""
 
 
 @dataclass(slots=True)
 class Read:
-    """Columns read at a step. `by`: "tcgen05.ld" or "tcgen05.mma"; `line`: in the PTX.
+    """Columns read at a step. `by`: "tcgen05.ld" or "tcgen05.mma". `line`: the PTX line.
 
-    `of_accumulator`: the mma reads the accumulator that it adds to, not its operand A.
+    `of_accumulator`: the mma reads the accumulator to which it adds, not its operand A.
     """
 
     step: int
@@ -38,7 +38,7 @@ class Read:
 
 @dataclass(slots=True)
 class Holding:
-    """Columns (inclusive) that hold one value from step `begins` on. Later holdings may overwrite parts of them.
+    """Inclusive columns that hold one value from step `begins` on. Later holdings may overwrite parts of them.
 
     `landed`: the step at which its last write was complete.
     """
@@ -57,18 +57,18 @@ class Holding:
 
     @property
     def last_read(self) -> int | None:
-        """The step of the last read, None if it is never read."""
+        """The step of the last read; None if it is never read."""
         return max((read.step for read in self.reads), default=None)
 
     @property
     def writer(self) -> str:
-        """The writer in words, the same words in every round of a loop."""
+        """The writer in words, identical in every iteration of a loop."""
         return f"{self.by} of {'warp' if len(self.warps) == 1 else 'warps'} {ranges(sorted(self.warps))}"
 
 
 @dataclass(frozen=True, slots=True)
 class TmemMap:
-    """The holdings of one CTA by their first step. The CTA had columns allocated from step `begins` to `ends`."""
+    """The holdings of one CTA, ordered by first step. The CTA had columns allocated from step `begins` to `ends`."""
 
     begins: int
     ends: int
@@ -107,7 +107,7 @@ def _touches(a: Bounds, b: Bounds) -> bool:
 
 
 def _current(holdings: Sequence[Holding], touch: TmemTouch) -> list[tuple[Holding, Bounds]]:
-    """The holdings visible in the cells of a touch, latest first, each with the columns where it is visible."""
+    """The holdings visible in the cells of an access, latest first, each with the columns where it is visible."""
     left, found = set(range(touch.columns[0], touch.columns[1] + 1)), list[tuple[Holding, Bounds]]()
     for holding in reversed(holdings):
         covered = {
@@ -161,8 +161,9 @@ def _continues(holding: Holding, touch: TmemTouch) -> bool:
 
 
 def _name(cta: CtaTrace, holdings: Sequence[Holding]) -> None:
-    """S: an accumulator that softmax warps read. P: stored values that become operand A of an mma. O: an accumulator
-    that other warps read. Without softmax warps every accumulator is D."""
+    """Names the holdings. S: an accumulator that softmax warps read, or that nobody reads and no mma adds to. O: any
+    other accumulator. Without softmax warps every accumulator is D. P: stored values that become operand A of an mma.
+    Values stored into an O or D are "rescaled O"."""
     softmax = {warp.index for warp in cta.warps if "softmax" in role_name(warp.opcodes)}
     for holding in holdings:
         readers = {read.warp for read in holding.reads if read.by == "tcgen05.ld"}
@@ -181,7 +182,7 @@ def _name(cta: CtaTrace, holdings: Sequence[Holding]) -> None:
 
 
 def draw_tmem(map_: TmemMap, title: str, subtitle: str) -> str:
-    """SVG: x counts VM steps, y is the column, the colour says who wrote."""
+    """SVG: x is the VM step, y the column, the colour the writer."""
     per_column = max(1.0, 384 / map_.columns)
     plot_height = map_.columns * per_column
     keys = list(dict.fromkeys((one.name, one.writer) for one in map_.holdings))
@@ -209,7 +210,7 @@ def draw_tmem(map_: TmemMap, title: str, subtitle: str) -> str:
 
 
 def _draw_holding(canvas: Canvas, holding: Holding, colour: str, x: Scale, y: Scale, end: int) -> None:
-    """Full colour from the issue of the first write to the last read, then faint until it is overwritten."""
+    """Full colour from the issue of the first write to the last read, then faint until overwritten."""
     top, height = y(holding.columns[0]), y(holding.columns[1] + 1) - y(holding.columns[0])
     last = holding.last_read if holding.last_read is not None else holding.landed
     lines = f"PTX line{'s' * (len(holding.lines) > 1)} {ranges(sorted(holding.lines))}"
@@ -226,7 +227,7 @@ def _draw_holding(canvas: Canvas, holding: Holding, colour: str, x: Scale, y: Sc
 
 
 def _draw_reads(canvas: Canvas, holding: Holding, x: Scale, y: Scale) -> None:
-    """A line for each read, one for those on the same pixel. Reads by the accumulating mma are not marked."""
+    """One line per read, merged if on the same pixel. An mma's reads of its own accumulator are not marked."""
     seen: set[tuple[int, str, tuple[int, int]]] = set()
     for read in holding.reads:
         if read.of_accumulator:
@@ -240,7 +241,7 @@ def _draw_reads(canvas: Canvas, holding: Holding, x: Scale, y: Scale) -> None:
 
 
 def _label(canvas: Canvas, holdings: Sequence[Holding], x: Scale, y: Scale, end: int) -> None:
-    """The name of each block, where there is room for it and nothing overwrites the block."""
+    """Writes the name of each block, if there is room for it and nothing overwrites the block."""
     for index, holding in enumerate(holdings):
         later = [one for one in holdings[index + 1 :] if _within(holding.columns, one.columns)]
         last = min([holding.last_read or holding.landed, *(one.begins for one in later)])

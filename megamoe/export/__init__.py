@@ -1,1 +1,1 @@
-"""Records in the formats of others: flashinfer-bench, JUnit; knows those formats and lines, no policy."""
+"""Records in foreign formats: flashinfer-bench, JUnit; knows those formats and lines, no policy."""

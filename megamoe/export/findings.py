@@ -1,7 +1,7 @@
 """Findings of a run as text, JSON, SARIF 2.1.0 and JUnit XML.
 
-The JSON is read back by `read_findings`: `megamoe check` runs test-suites in processes of their own. SARIF is what code
-hosts show beside the source; a place in PTX is all that it has where a kernel was compiled without line information.
+`read_findings` reads the JSON back, because `megamoe check` runs test suites in separate processes. Code hosts show
+SARIF next to the source; for a kernel compiled without line information it can only name a place in the PTX.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megamoe.findings import KernelFinding, Ledger, SourceLine
 
 Format = Literal["text", "json", "sarif", "junit"]
 SUFFIXES: dict[str, Format] = {".txt": "text", ".json": "json", ".sarif": "sarif", ".xml": "junit"}
-"""The format of a file by its name."""
+"""File suffix -> format."""
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _LEVELS: dict[Grade, str] = {"error": "error", "portability": "warning", "note": "note"}
 _FORMAT = 1
@@ -28,7 +28,7 @@ _FORMAT = 1
 
 @dataclass(slots=True)
 class CheckedRun:
-    """A run: its ledger, `said` of what was clean, and `failures`, sentences about what is wrong besides."""
+    """A run: its ledger, `said` about what was clean, and `failures`, sentences about everything else that is wrong."""
 
     ledger: Ledger
     said: list[str] = field(default_factory=list[str])
@@ -41,11 +41,11 @@ class CheckedRun:
 
 
 def rendered(checked: CheckedRun, form: Format) -> str:
-    """The run in a format, with a newline at the end."""
+    """The run in a format, ending in a newline."""
     if form == "text":
         return _text(checked)
     if form == "junit":
-        # JUnit's writer brings the gate's rooms along.
+        # Imported here because JUnit's writer imports the gate's rooms.
         from megamoe.export.junit import findings_as_junit
 
         return findings_as_junit(checked.ledger, checked.failures)
@@ -54,7 +54,7 @@ def rendered(checked: CheckedRun, form: Format) -> str:
 
 
 def form_of(path: Path) -> Format:
-    """The format of a file. ValueError for a name that tells none."""
+    """The format of a file, by its suffix. ValueError for an unknown one."""
     if path.suffix not in SUFFIXES:
         known = ", ".join(f"{suffix} ({form})" for suffix, form in SUFFIXES.items())
         raise ValueError(f"{path}: the name of a file of findings ends in one of {known}")
@@ -102,7 +102,7 @@ def _reason(ledger: Ledger, finding: KernelFinding) -> str | None:
 
 
 def read_findings(path: Path) -> list[KernelFinding]:
-    """The findings of a file in JSON. ValueError for one that is none."""
+    """The findings in a JSON file. ValueError if it holds none."""
     try:
         document = json.loads(plain_bytes(path))
         if document["megamoe_findings"] != _FORMAT:
@@ -152,7 +152,7 @@ def _sarif_rule(finding: KernelFinding) -> dict[str, Any]:
 
 
 def _sarif_result(finding: KernelFinding, index: int, ledger: Ledger) -> dict[str, Any]:
-    # Code hosts show what lies in the repository, and nothing in a header of the toolkit that was inlined.
+    # Code hosts show only files in the repository, not an inlined header of the toolkit.
     shown = next((one for one in finding.source if not _uri(one.file).startswith("file:")), finding.place)
     location = _sarif_location(shown)
     location["logicalLocations"] = [{"name": finding.kernel or "a host function", "kind": "function"}]
@@ -181,9 +181,9 @@ def _sarif_result(finding: KernelFinding, index: int, ledger: Ledger) -> dict[st
 
 
 def _fingerprint(finding: KernelFinding) -> str:
-    """What has to be told apart: the rule, the kernel, and where both accesses are; not warps and addresses.
+    """What distinguishes findings: the rule, the kernel, and the places of both accesses; not warps and addresses.
 
-    A module without a file and source lines of one is named by its digest.
+    A module without a file, or whose source lines have none, is named by its digest.
     """
     lines = sorted({finding.line, finding.other.line if finding.other else finding.line})
     source = finding.source[0] if finding.source else None
@@ -198,7 +198,7 @@ def _sarif_location(place: SourceLine) -> dict[str, Any]:
 
 
 def _uri(file: str) -> str:
-    """A file below the folder of the run by its relative path, as code hosts want it; another one by its own."""
+    """The URI of a file: relative below the run's folder, as code hosts require, absolute elsewhere."""
     path = Path(normpath(file))
     if not path.is_absolute():
         return quote(path.as_posix())

@@ -1,14 +1,14 @@
-"""The verdict of the gate as JUnit XML, in the form that Ant's schema and Jenkins's both allow; GitLab reads it, too.
+"""The verdict of the gate as JUnit XML, in the form that Ant's and Jenkins's schemas both allow; GitLab reads it too.
 
-A suite is an OP.BACKEND.TARGET.EXECUTOR, a test case a row: `name` is the case and its schedule. A finding that closes
-the gate is a failure with its sentence; an expected failure is skipped. Neither schema has properties in a test case,
-so counters and compiler figures are properties of the suite, named after the row. Findings that only ask are its
-system-out. Findings about no row that is owed are cases of the suite "gate".
+A suite is an OP.BACKEND.TARGET.EXECUTOR and a test case is a row: `name` is the case and its schedule. A finding that
+closes the gate is a failure with its sentence; an expected failure is skipped. Neither schema allows properties in a
+test case, so counters and compiler figures are properties of the suite, named after the row. Findings that do not close
+the gate are its system-out. Findings about rows that are not owed are cases of the suite "gate".
 
-Findings of kernels take the same form: a suite is a kernel, a test case a site.
+Kernel findings take the same form: a suite is a kernel, a test case is a site.
 
-junitparser makes the elements. It has no system-out of a suite and no `package` and `id`, which Ant's schema requires,
-and lets characters through that XML cannot hold: these are added here.
+junitparser makes the elements. It lacks a suite's system-out and the `package` and `id` that Ant's schema requires, and
+it lets characters through that XML cannot hold. This module adds the former and replaces the latter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megamoe.records.files import write_file
 from megamoe.records.keys import Key
 from megamoe.records.lines import Figures, Record
 
-# XML 1.0 has no way to write these characters, not even escaped (section 2.2).
+# XML 1.0 cannot hold these characters, not even escaped (section 2.2).
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -52,7 +52,7 @@ class _SuiteElement(TestSuite):
 
 @dataclass(slots=True)
 class _Suite:
-    """The content of one suite. `properties` by name, `said` the lines of its system-out."""
+    """The content of one suite. `properties` by name; `said`: the lines of its system-out."""
 
     cases: list[TestCase] = field(default_factory=list[TestCase])
     properties: dict[str, str] = field(default_factory=dict[str, str])
@@ -60,7 +60,7 @@ class _Suite:
 
 
 def write_junit(path: Path, verdict: Verdict, figures: Iterable[Figures], started: str) -> None:
-    """Replaces the file. `started`: UTC, ISO 8601, when the run began. RecordError if it cannot be written."""
+    """Replaces the file. `started`: UTC in ISO 8601, when the run began. RecordError if it cannot be written."""
     write_file(path, _written(_suites(verdict, figures), started), "JUnit XML to")
 
 
@@ -155,7 +155,7 @@ def _case(group: str, name: str, seconds: float) -> TestCase:
 
 
 def _conclude(case: TestCase, findings: Sequence[Finding]) -> None:
-    """Adds one failure, as there is no room for more: its message is the first closing sentence, its text all."""
+    """Adds one failure, because only one fits: its message is the first closing sentence, its text all of them."""
     closing = [finding for finding in findings if finding.closes]
     if closing:
         failure = Failure(_clean(closing[0].sentence), closing[0].kind)

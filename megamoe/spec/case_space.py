@@ -1,6 +1,6 @@
-"""Axes, their admissible values, and the space of an op's cases: it writes and reads case ids.
+"""Axes, their admissible values, and the space of an op's cases; writes and reads case ids.
 
-Property tests draw from `Axis.drawn`, with their own Hypothesis.
+Property tests draw from `Axis.drawn`, with their own Hypothesis strategies.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _ARTICLE: dict[Kind, str] = {"int": "an integer", "float": "a number", "bool": "
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Admissible values: those in `choices`, or the closed interval [min, max] if `choices` is None.
+    """Admissible values: `choices`, or the closed interval [min, max] if `choices` is None.
 
-    `null`: whether None is admissible too. If choices are given, it is then one of them.
+    `null`: whether None is admissible too. If there are choices, None is then one of them.
     """
 
     choices: tuple[AxisValue, ...] | None = None
@@ -36,7 +36,7 @@ class Range:
     null: bool = False
 
     def admits(self, value: AxisValue) -> bool:
-        """Whether `value`, of the kind of the axis, is admissible."""
+        """Whether `value`, which has the axis's kind, is admissible."""
         if self.choices is not None:
             return value in self.choices
         if value is None:
@@ -49,7 +49,7 @@ class Range:
         )
 
     def within(self, outer: Range) -> bool:
-        """Whether `outer` admits every value that this admits."""
+        """Whether `outer` admits every value that this range admits."""
         if self.choices is not None:
             return all(outer.admits(value) for value in self.choices)
         if outer.choices is not None:
@@ -66,8 +66,8 @@ class Range:
 class Axis:
     """One axis of an op.
 
-    `limits`: what a case may have. `drawn`: what property tests draw, a part of the limits. `required`: it has no
-    default. `optional`: it may be None.
+    `limits`: the values that a case may have. `drawn`: the subset of the limits that property tests draw from.
+    `required`: it has no default. `optional`: it may be None.
     """
 
     name: str
@@ -81,12 +81,12 @@ class Axis:
 
     @property
     def min(self) -> int | float | None:
-        """Least value that property tests draw; None if they draw from `choices`."""
+        """Smallest value that property tests draw; None if they draw from `choices`."""
         return self.drawn.min
 
     @property
     def max(self) -> int | float | None:
-        """Greatest value that property tests draw; None if they draw from `choices`."""
+        """Largest value that property tests draw; None if they draw from `choices`."""
         return self.drawn.max
 
     @property
@@ -95,7 +95,7 @@ class Axis:
         return self.drawn.choices
 
     def coerce(self, value: object) -> AxisValue:
-        """`value` as this axis keeps it: an integer becomes a float on a float axis. ValueError for another kind."""
+        """`value` in this axis's type: an integer becomes a float on a float axis. ValueError for another kind."""
         if value is None and self.optional:
             return None
         if isinstance(value, bool):
@@ -111,7 +111,7 @@ class Axis:
         raise ValueError(f"{self.name} must be {self.expected}, not {value!r:.60}")
 
     def read(self, text: str) -> AxisValue:
-        """The value that `text` spells in a case id; the inverse of `spell`. ValueError if there is none."""
+        """The value that `text` spells in a case id; the inverse of `spell`. ValueError if it spells none."""
         value: AxisValue = text
         if text == "null":
             value = None
@@ -124,7 +124,7 @@ class Axis:
         return self.coerce(value)
 
     def refusal(self, value: AxisValue, *, drawn: bool = False) -> str | None:
-        """Why `value` is outside of the limits, or of the drawn range if `drawn`; None if it is inside."""
+        """Why `value` is outside the limits, or outside the drawn range if `drawn`; None if it is inside."""
         admitted = self.drawn if drawn else self.limits
         if admitted.admits(value):
             return None
@@ -133,7 +133,7 @@ class Axis:
 
     @property
     def expected(self) -> str:
-        """The kind in words, for sentences."""
+        """The kind in words, for messages."""
         return _ARTICLE[self.kind] + (" or null" if self.optional else "")
 
 
@@ -142,10 +142,10 @@ _SEED = re.compile(r"[0-9]{1,19}")
 
 
 class OutsideError(ValueError):
-    """Why a point is not in the space, as a sentence.
+    """Says in a sentence why a point is not in the space.
 
-    `rule`: the path in the spec's file of the rule that it breaks, () if the file states none. `culprit`: the axis,
-    "inputs" or "seed" whose value is at fault, if one alone is.
+    `rule`: the path in the spec file of the broken rule, () if the file does not state it. `culprit`: the axis,
+    "inputs" or "seed" whose value is at fault, if only one is.
     """
 
     def __init__(self, sentence: str, rule: KeyPath = (), culprit: str | None = None) -> None:
@@ -163,7 +163,7 @@ class CaseSpace:
     constraints: tuple[Expression, ...] = ()
 
     def point(self, given: Mapping[str, object], inputs: AxisValue = None, seed: AxisValue = 0) -> Case:
-        """The case with the axes `given` and the others at their defaults. OutsideError if there is none."""
+        """The case with the axes `given` and the others at their defaults. OutsideError if it is not in the space."""
         values = self.completed(given)
         chosen = self.inputs[0] if inputs is None else inputs
         if not isinstance(chosen, str) or chosen not in self.inputs:
@@ -174,7 +174,7 @@ class CaseSpace:
         return Case(self.op, tuple(values.items()), chosen, seed, self._id(values, chosen, seed))
 
     def completed(self, given: Mapping[str, object]) -> dict[str, AxisValue]:
-        """All axes of that case. OutsideError if there is none."""
+        """All axes of the case with the axes `given`. OutsideError if it is not in the space."""
         values = self._complete(given)
         for name, value in values.items():
             if refusal := self.axes[name].refusal(value):
@@ -183,7 +183,7 @@ class CaseSpace:
         return values
 
     def parse(self, case_id: str) -> Case:
-        """The case named `case_id`, its axes in any order, defaults written out or not. Raises OutsideError."""
+        """The case named `case_id`. Axes may come in any order, with or without defaults. Raises OutsideError."""
         op, colon, rest = case_id.partition(":")
         if not colon or op != self.op:
             raise OutsideError(f"case id {case_id!r} does not begin with '{self.op}:'")
@@ -202,9 +202,10 @@ class CaseSpace:
         return self.point(given, inputs, int(seed))
 
     def keeping_constraints(self, values: Mapping[str, AxisValue], name: str) -> Callable[[AxisValue], bool]:
-        """Which values of the axis `name` are those of a case with `values`, one for every axis, each in its limits.
+        """A predicate: which values of the axis `name` make a case with `values`, one for every axis, each within its
+        limits.
 
-        Constraints that do not name the axis are asked once.
+        Constraints that do not name the axis are evaluated only once.
         """
         if not _hold((one for one in self.constraints if name not in one.names), values):
             return lambda value: False
@@ -253,7 +254,7 @@ class CaseSpace:
                 broken = ""
             except ExpressionError as error:
                 broken = str(error)
-            # Said last: drawing asks for many points and needs the words of few.
+            # Built only here, because drawing tries many points and needs few messages.
             seen = ", ".join(f"{name}={spell(values[name])}" for name in self.axes if name in constraint.names)
             sentence = f"{broken} ({seen})" if broken else f"{seen} breaks the constraint {constraint.text!r}"
             raise OutsideError(sentence, ("constraints", i))

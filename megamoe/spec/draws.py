@@ -1,7 +1,7 @@
-"""Random tensors with the same bits everywhere, from a case id and the name of a stream.
+"""Random tensors with the same bits everywhere, seeded by a case id and a stream name.
 
-Most are drawn on the CPU, one number after the other. Tensors of gigabytes are drawn by counting: a number depends on
-its place alone, by integer arithmetic that every device does alike, so that a device draws what it will hold.
+Most are drawn sequentially on the CPU. Tensors of gigabytes are drawn by counting: each number depends only on its
+position, through integer arithmetic that is the same on every device, so the device can draw its own tensors.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 QUANTILES: Final = 1 << 16
 NUMBERS_A_WORD: Final = 4
-"""Numbers that 64 bits give."""
+"""How many numbers one 64-bit word gives."""
 
 
 def generator(case: Case, stream: str) -> torch.Generator:
-    """The generator of one stream of `case`, independent of the case's other streams."""
+    """The generator for one stream of `case`, independent of its other streams."""
     return torch.Generator().manual_seed(_seed(case, stream) >> 1)
 
 
 def _seed(case: Case, stream: str) -> int:
-    # The id leaves defaults out, so a new axis with a default does not change the inputs of earlier cases.
+    # The id leaves defaults out, so a new axis with a default does not change the inputs of existing cases.
     return int.from_bytes(hashlib.sha256(f"{case.id}|{stream}".encode()).digest()[:8], "little")
 
 
@@ -42,7 +42,7 @@ def _quantiles() -> torch.Tensor:
 
 
 def normal(case: Case, stream: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """N(0, 1), fp32, of at least one axis: each one of QUANTILES equally likely values within 4.4 deviations.
+    """N(0, 1), fp32, of at least one axis: each value is one of QUANTILES equally likely values within 4.4 deviations.
 
     torch.randn picks its algorithm by CPU and by size. Integers and a table give the same numbers everywhere.
     """
@@ -57,7 +57,7 @@ def normal(case: Case, stream: str, shape: tuple[int, ...]) -> torch.Tensor:
 def counted_normal(case: Case, stream: str, first: int, count: int, device: str | torch.device) -> torch.Tensor:
     """float32 [count] on `device`: the N(0, 1) numbers `first` to `first + count - 1` of a stream.
 
-    ValueError if `first` or `count` is no multiple of NUMBERS_A_WORD.
+    ValueError if `first` or `count` is not a multiple of NUMBERS_A_WORD.
     """
     if first % NUMBERS_A_WORD or count % NUMBERS_A_WORD:
         raise ValueError(f"numbers {first} to {first + count - 1}: both must be multiples of {NUMBERS_A_WORD}")
@@ -70,10 +70,10 @@ GOLDEN: Final = 0x9E3779B97F4A7C15
 
 
 def scrambled(words: torch.Tensor) -> torch.Tensor:
-    """`words`, int64, each replaced by a number that looks random: the last steps of splitmix64 (Steele, Lea and Flood,
-    Fast splittable pseudorandom number generators, 2014)."""
+    """Replaces each of `words` (int64) in place by a number that looks random, with the last steps of splitmix64
+    (Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        # The shift is that of unsigned words.
+        # The shift must be a logical (unsigned) one.
         words.bitwise_xor_((words >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(_signed(factor))
     return words
 

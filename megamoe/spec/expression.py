@@ -1,7 +1,7 @@
 """Expressions over the axes of a spec: dimensions ("hidden // 2") and constraints ("heads % kv_heads == 0").
 
-They have integers, axis names, null, true, false; + - * // %; comparisons; and, or, not; parentheses. Python's parser
-reads them and this module makes functions of its tree: no text is executed.
+They consist of integers, axis names, null, true, false; + - * // %; comparisons; and, or, not; parentheses. Python's
+parser reads them and this module turns its tree into functions: no text is executed.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _ORDER: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
 
 
 class ExpressionError(ValueError):
-    """What in an expression cannot be read, or cannot be computed for these values, as a sentence."""
+    """Says in a sentence what cannot be read in an expression, or why it cannot be computed for these values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A parsed expression. `names`: the axes in it. `compute`: as `value`, but with errors that do not name it."""
+    """A parsed expression. `names`: its axes. `compute`: as `value`, but its errors do not quote the expression."""
 
     text: str
     names: frozenset[str]
@@ -54,7 +54,7 @@ class Expression:
 
     @property
     def counts(self) -> bool:
-        """Whether it can be a number at all."""
+        """Whether it can be a number."""
         match self.body:
             case ast.Name(id=name):
                 return name not in _CONSTANTS
@@ -64,14 +64,14 @@ class Expression:
                 return isinstance(self.body, ast.Constant | ast.BinOp)
 
     def uncompared(self, flags: Collection[str]) -> str:
-        """The first part of a condition that has to be true or false and is a number; "" if there is none.
+        """The first part of a condition that is a number where true or false is needed; "" if there is none.
 
-        `flags`: the axes that are true or false.
+        `flags`: the boolean axes.
         """
         return _uncompared(self.body, flags)
 
     def value(self, axes: Mapping[str, AxisValue]) -> Term:
-        """Its value at `axes`. ExpressionError for null in arithmetic or a division by zero."""
+        """Its value at `axes`. ExpressionError for null in arithmetic or for division by zero."""
         try:
             return self.compute(axes)
         except ZeroDivisionError:
@@ -82,14 +82,14 @@ class Expression:
 
 @dataclass(frozen=True, slots=True)
 class HasValue:
-    """The condition that an axis of text has one of its values: expressions are over numbers and bools."""
+    """The condition that a text axis has one of its values. Expressions cover only numbers and bools."""
 
     axis: str
     wanted: str
 
     @property
     def names(self) -> frozenset[str]:
-        """The axis."""
+        """The axis, as a set."""
         return frozenset({self.axis})
 
     def value(self, axes: Mapping[str, AxisValue]) -> bool:
@@ -98,7 +98,7 @@ class HasValue:
 
 
 def parse_expression(text: str, known: Collection[str]) -> Expression:
-    """`text` parsed, over the axes in `known`. Raises ExpressionError."""
+    """Parses `text`, which may use the axes in `known`. Raises ExpressionError."""
     if len(text) > MAX_LENGTH or not _ALLOWED.fullmatch(text) or _GLUED.search(text):
         raise ExpressionError(f"{text[:MAX_LENGTH]!r} is not an expression over axes, such as 'heads % kv_heads == 0'")
     try:
@@ -150,7 +150,7 @@ def _comparable(op: ast.cmpop) -> bool:
 
 
 def _computed(node: ast.expr) -> Compute:
-    """What computes `node`. Cases are drawn by the thousand, so that the tree is walked once."""
+    """Returns the function that computes `node`. Walks the tree only once, as cases are drawn by the thousand."""
     match node:
         case ast.Constant(value=int(constant)):
             return lambda axes: constant
@@ -183,7 +183,7 @@ def _term(name: str, value: AxisValue) -> Term:
 
 
 def _joined(truths: Sequence[Compute], every: bool) -> Test:
-    """Whether all of `truths` hold, or any of them; they are asked in this order, no more of them than needed."""
+    """Whether all of `truths` hold, or any of them. Evaluated in this order, and no further than needed."""
     if len(truths) == 1:
         (only,) = truths
         return lambda axes: bool(only(axes))

@@ -1,4 +1,4 @@
-"""From YAML files to Specs: meanings, cross-references and the expansion of matrices, all of it checked."""
+"""From YAML files to Specs: checks meanings and cross-references and expands the matrices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESERVED = ("inputs", "seed", "op", "null", "true", "false")
 
 
 def build_spec(document: MarkedYaml) -> Spec:
-    """The Spec that `document` states. Raises SpecError with file, line and key if anything in it is wrong."""
+    """The Spec that `document` describes. Raises SpecError with file, line and key if anything in it is wrong."""
     return _Builder(document).build()
 
 
@@ -34,12 +34,12 @@ def load_spec(path: str | Path) -> Spec:
 
 @lru_cache(maxsize=8)
 def _spec_in(file: Path, text: str) -> Spec:
-    # Many commands in one process, as tests give them, read the same specs, which nobody changes.
+    # Cached: one process may run many commands, as tests do, on the same specs, and nobody modifies them.
     return build_spec(parse_marked_yaml(text, file))
 
 
 def load_specs(folder: str | Path | None = None) -> dict[str, Spec]:
-    """Op -> spec, for all *.yaml files of `folder` by file name. The default is specs/ of the checkout."""
+    """Op -> spec, for all *.yaml files in `folder` by file name. The default is specs/ of the checkout."""
     where = SPECS if folder is None else Path(folder)
     if not where.is_dir():
         raise SpecError("there is no such folder; specs are in specs/ at the top of the repository", file=where)
@@ -59,7 +59,7 @@ def load_specs(folder: str | Path | None = None) -> dict[str, Spec]:
 
 
 def _values(limits: Range) -> Sequence[AxisValue]:
-    """Every value of an axis that conditions may speak of: one of choices, or of integers."""
+    """Every value of an axis that conditions may use: its choices, or a range of integers."""
     if limits.choices is not None:
         return limits.choices
     low, high = limits.min, limits.max
@@ -72,7 +72,7 @@ def _holds(constraint: Expression, axes: Mapping[str, AxisValue]) -> bool:
     try:
         return bool(constraint.value(axes))
     except ExpressionError:
-        return False  # as for CaseSpace: no case is there
+        return False  # as in CaseSpace: there is no such case
 
 
 class _Builder:
@@ -238,7 +238,7 @@ class _Builder:
         return HasValue(name, value)
 
     def _hold_values(self, path: KeyPath, name: str, values: Iterable[str]) -> None:
-        """SpecError if `name` is no axis of text, or never has one of `values`."""
+        """SpecError if `name` is not a text axis, or never has one of `values`."""
         self._known(path, "axis of text", name, [name for name, axis in self.axes.items() if axis.kind == "str"])
         for value in values:
             if value not in (choices := self.axes[name].limits.choices or ()):
@@ -246,7 +246,7 @@ class _Builder:
                 raise self.document.error((*path, name, value), f"{name} is never {value!r}; it is one of {known}")
 
     def _hold_conditions(self, tensors: Mapping[str, TensorSpec]) -> None:
-        """SpecError if a condition cannot be computed. Where there are too many values to try, its cases will tell."""
+        """SpecError if a condition cannot be computed. With too many values to try, a case reports it."""
         for name, tensor in tensors.items():
             for axes in self._points(sorted(tensor.conditions)) or ():
                 try:
@@ -255,7 +255,7 @@ class _Builder:
                     raise self.document.error(("tensors", name, "when"), f"{error}, where {told(axes)}") from None
 
     def _hold_outputs(self, tensors: Mapping[str, TensorSpec]) -> None:
-        """SpecError if some values of the axes that decide about outputs leave none, or if that cannot be seen."""
+        """SpecError if some values of the deciding axes leave no output, or if there are too many values to check."""
         outputs = [tensor for tensor in tensors.values() if tensor.may_be("output")]
         if any(not tensor.conditions for tensor in outputs):
             return
@@ -274,8 +274,8 @@ class _Builder:
                 raise self.document.error(("tensors",), sentence)
 
     def _points(self, names: list[str]) -> Iterator[dict[str, AxisValue]] | None:
-        """The values that these axes have together, as far as constraints on them alone go; None if there are more
-        than MAX_CELLS."""
+        """The joint values of these axes that satisfy the constraints on them alone; None if there are more than
+        MAX_CELLS before constraints."""
         values = [_values(self.axes[name].limits) for name in names]
         if math.prod(map(len, values)) > MAX_CELLS:
             return None
@@ -311,7 +311,7 @@ class _Builder:
         return matrices
 
     def _rows(self, name: str) -> Iterator[tuple[KeyPath, Mapping[str, AxisValue]]]:
-        """Each row and where it is written. The last axis of a product is the fastest."""
+        """Each row and its place in the file. The last axis of a product varies fastest."""
         matrix = self.entry.matrices[name]
         path: KeyPath = ("matrices", name)
         if isinstance(matrix, list):

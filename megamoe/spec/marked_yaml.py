@@ -1,10 +1,10 @@
-"""YAML as plain values, with the line of every key and item. Every YAML file that the harness judges by is read here.
+"""YAML as plain values, with the line of every key and item. The harness reads every YAML file that it judges by here.
 
-It takes the part of YAML 1.1 that reads the same to everybody: mappings with distinct text keys, sequences, text,
+It accepts the part of YAML 1.1 that everyone reads the same way: mappings with distinct text keys, sequences, text,
 decimal numbers, true, false, null. It refuses tags, aliases, merge keys, `yes`/`on`, octal and base-60 numbers.
 
-ruamel.yaml 0.19 keeps lines too, but it would not make this file smaller: it takes 010 as 10, 0x1F, 1_000, .inf, tags
-and aliases, dies of a tower of brackets, and needs twice the time. The refusals are what most of this file is.
+ruamel.yaml 0.19 keeps lines too but would not shorten this file, most of which consists of refusals: it reads 010 as
+10, accepts 0x1F, 1_000, .inf, tags and aliases, crashes on deeply nested brackets, and takes twice as long.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PLAIN_ONLY = "write plain mappings, lists and scalars only"
 class MarkedYaml:
     """A document: its file, its value (None if empty) and the line, from 1, of each key path.
 
-    A key path is ("tensors", "q", "shape", 0).
+    A key path looks like ("tensors", "q", "shape", 0).
     """
 
     file: Path
@@ -59,7 +59,7 @@ class MarkedYaml:
     lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
 
     def line(self, path: KeyPath) -> int:
-        """The line of `path`, or of the nearest enclosing thing that the file writes."""
+        """The line of `path`, or of the nearest enclosing path that the file contains."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
@@ -76,7 +76,7 @@ def dotted(path: KeyPath) -> str:
 
 
 class _Refusing(Composer):
-    """A mix-in of a parser: a composer that refuses aliases, tags and towers of brackets."""
+    """A parser mix-in: a composer that refuses aliases, tags and deep nesting."""
 
     depth = 0
 
@@ -98,7 +98,7 @@ class _Refusing(Composer):
 
 
 class _InC(_Refusing, CParser or object, Resolver):  # pyright: ignore[reportGeneralTypeIssues]
-    """Reads by libyaml, where PyYAML has it."""
+    """Reads with libyaml, if PyYAML was built with it."""
 
     def __init__(self, text: str) -> None:
         CParser.__init__(self, text)
@@ -107,15 +107,15 @@ class _InC(_Refusing, CParser or object, Resolver):  # pyright: ignore[reportGen
 
 
 class _InPython(_Refusing, yaml.SafeLoader):
-    """Reads by PyYAML's own parser, which takes seven times as long as libyaml. What it refuses is refused."""
+    """Reads with PyYAML's own parser, seven times slower than libyaml. If it refuses a text, the text is refused."""
 
 
 _READ_OTHERWISE = re.compile(r"[\t\r\x85\u2028\u2029\ufeff?]|^(%|---|\.\.\.)|[|>][-+0-9]*#", re.MULTILINE)
-"""Where libyaml 0.2.5 takes what PyYAML refuses, or counts lines otherwise: seen in 300,000 random texts."""
+"""Texts that libyaml 0.2.5 accepts and PyYAML refuses, or where line counts differ; found with 300,000 random texts."""
 
 
 def _composed(text: str) -> Node | None:
-    """The nodes of a text. Raises what PyYAML raises."""
+    """The node tree of a text. Raises what PyYAML raises."""
     if CParser is not None and not _READ_OTHERWISE.search(text):
         with suppress(yaml.YAMLError):
             return _root(_InC(text))
@@ -132,7 +132,7 @@ def _root(loader: _InC | _InPython) -> Node | None:
 def read_marked_yaml(file: Path, *, days: bool = False) -> MarkedYaml:
     """The document in `file`. Raises SpecError if the file is missing, unreadable or not acceptable YAML.
 
-    `days`: take a day such as 2026-12-24, as its text. Otherwise it must be quoted.
+    `days`: accept an unquoted date such as 2026-12-24 as its text. Otherwise a date must be quoted.
     """
     return parse_marked_yaml(read_text(file), file, days=days)
 
@@ -157,7 +157,7 @@ def read_text(file: Path) -> str:
 
 
 def parse_marked_yaml(text: str, file: Path, *, days: bool = False) -> MarkedYaml:
-    """As `read_marked_yaml`, but of a text at hand. Errors name `file`."""
+    """As `read_marked_yaml`, for text already in memory. Errors name `file`."""
     try:
         root = _composed(text)
     except yaml.MarkedYAMLError as error:
@@ -178,7 +178,7 @@ def parse_marked_yaml(text: str, file: Path, *, days: bool = False) -> MarkedYam
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """From nodes to plain values. `kinds`: the kinds of scalar that are not text and yet taken."""
+    """Turns nodes into plain values. `kinds`: the accepted kinds of scalar other than text."""
 
     file: Path
     kinds: frozenset[str]
@@ -237,7 +237,7 @@ class _Reader:
 
 
 class SpecError(ValueError):
-    """A sentence that names file, line (from 1) and key, gives the value seen and says what would be right."""
+    """A sentence with file, line (from 1) and key, the value seen, and what would be right."""
 
     def __init__(self, sentence: str, *, file: Path | None = None, line: int | None = None, key: str = "") -> None:
         place = "" if file is None else f"{file}:{line}: " if line is not None else f"{file}: "
@@ -246,7 +246,7 @@ class SpecError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known name, then all of them."""
+    """The end of a sentence about an unknown name: the nearest known name, then all known ones."""
     names = list(known)
     close = get_close_matches(name, names, n=1)
     guess = f"did you mean {close[0]!r}? " if close else ""

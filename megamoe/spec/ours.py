@@ -1,6 +1,6 @@
-"""The specs of the checkout, read when this is imported: by a process from which others are forked, once for them all.
+"""The checkout's specs, read on import so that a process that forks workers reads them once for all of them.
 
-A fork that finds a file with another text reads that one anew. What is wrong with a spec is said where it is asked for.
+A fork that finds a file changed reads that file anew. Errors in a spec are reported when it is requested.
 """
 
 from __future__ import annotations

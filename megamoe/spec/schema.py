@@ -1,4 +1,4 @@
-"""The form of a spec file: a frozen model for each mapping. Complaints of pydantic become sentences with a line."""
+"""The form of a spec file: a frozen model for each mapping. Turns pydantic's errors into sentences with a line."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Entry(BaseModel):
 
 
 class RangeEntry(_Entry):
-    """Either `in`, all admissible values, or `min` and `max`."""
+    """Either `in`, the list of admissible values, or `min` and `max`."""
 
     choices: list[Scalar] | None = Field(default=None, alias="in", min_length=1)
     min: Bound = None
@@ -81,7 +81,7 @@ class RangeEntry(_Entry):
 
 
 class AxisEntry(RangeEntry):
-    """An axis: its kind, its limits, its default if it has one; `optional` if null is admissible."""
+    """An axis: its kind, its limits, and its default if it has one. `optional`: null is admissible."""
 
     type: Kind
     doc: Sentence
@@ -90,10 +90,10 @@ class AxisEntry(RangeEntry):
 
 
 class TensorEntry(_Entry):
-    """A tensor. `when` names a bool axis, the value of an axis of text as {AXIS: VALUE}, or a condition over axes of
-    numbers and bools, without which it is absent.
+    """A tensor. `when` is a bool axis, a value of a text axis as {AXIS: VALUE}, or a condition over axes of numbers and
+    bools. If it does not hold, the tensor is absent.
 
-    `role` may depend on one axis, as {AXIS: {VALUE: role}}: the tensor is absent for the values not named. `shape_if`:
+    `role` may depend on one axis, as {AXIS: {VALUE: role}}; the tensor is absent for the values not named. `shape_if`:
     {AXIS: shape}, the shape where that bool axis is true.
     """
 
@@ -106,7 +106,7 @@ class TensorEntry(_Entry):
 
 
 class BoundEntry(_Entry):
-    """A bound and why it is what it is."""
+    """A bound and the reason for it."""
 
     value: float = Field(gt=0)
     reason: Sentence
@@ -119,7 +119,7 @@ class CosineEntry(BoundEntry):
 
 
 class NoiseEntry(BoundEntry):
-    """A bound on a multiple of the simulated reference's own error. With a large one, anything would pass."""
+    """A bound as a multiple of the simulated reference's own error. Capped: with a large one anything would pass."""
 
     value: float = Field(ge=1, le=16)
 
@@ -132,14 +132,14 @@ class ToleranceEntry(_Entry):
 
 
 class ThresholdEntry(_Entry):
-    """How far apart two times may be, as a share, and why."""
+    """How far two times may differ, as a fraction, and why."""
 
     value: float = Field(gt=0, lt=1)
     reason: Sentence
 
 
 class OverrideEntry(ThresholdEntry):
-    """A threshold for the cases of a matrix, for certain values of axes, for one temperature of the L2."""
+    """A threshold for the cases of a matrix, certain axis values, or one L2 temperature."""
 
     matrix: Name | None = None
     where: Annotated[Product, Field(min_length=1)] | None = None
@@ -147,14 +147,14 @@ class OverrideEntry(ThresholdEntry):
 
 
 class BenchmarkEntry(_Entry):
-    """How times are compared. The first override that matches counts."""
+    """How times are compared. The first override that matches applies."""
 
     threshold: ThresholdEntry = ThresholdEntry(value=DEFAULT_THRESHOLD, reason="the default")
     overrides: list[OverrideEntry] = []
 
 
 class ProfileEntry(_Entry):
-    """What runs where: whole matrices, single rows of matrices, and the schedules."""
+    """What to run: whole matrices, single rows of matrices, and the schedules."""
 
     doc: Sentence
     matrices: list[Name] = []
@@ -171,7 +171,7 @@ class SpecEntry(_Entry):
     tensors: dict[Name, TensorEntry] = Field(min_length=1)
     constraints: list[str] = []
     matrices: dict[Name, Matrix] = Field(min_length=1)
-    # Leave it out where nothing is published: an empty list would look like a bar that holds.
+    # Omit it if nothing is published: an empty list would look like a bar that holds.
     published: list[Name] = Field(default=[], min_length=1)
     beyond_ranges: list[Name] = []
     ranges: dict[Name, RangeEntry] = {}
@@ -183,7 +183,7 @@ class SpecEntry(_Entry):
 
 
 def read_entry(document: MarkedYaml) -> SpecEntry:
-    """`document` as a SpecEntry. Raises SpecError about the first thing in the file that is wrong."""
+    """`document` as a SpecEntry. Raises SpecError about the first mistake in the file; missing keys come last."""
     if document.value is None:
         raise document.error((), "is empty; a spec begins with op:")
     try:
@@ -191,7 +191,7 @@ def read_entry(document: MarkedYaml) -> SpecEntry:
     except ValidationError as error:
         complaints = [(details, _path(details, document)) for details in error.errors(include_url=False)]
 
-        # A misspelt key is both unknown and missing. The reader has to see the unknown one.
+        # A misspelt key is both unknown and missing. Report the unknown one.
         def rank(complaint: tuple[ErrorDetails, KeyPath]) -> tuple[bool, int]:
             return complaint[0]["type"] == "missing", document.line(complaint[1])
 
@@ -200,7 +200,7 @@ def read_entry(document: MarkedYaml) -> SpecEntry:
 
 
 def _path(details: ErrorDetails, document: MarkedYaml) -> KeyPath:
-    """Pydantic's location as a path of the file, without the parts (tags, missing keys) that are not written there."""
+    """Pydantic's location as a path in the file, without the parts (tags, missing keys) that are not in the file."""
     path: KeyPath = ()
     for part in details["loc"]:
         if (*path, part) in document.lines:
@@ -246,7 +246,7 @@ def _seen(value: object) -> str:
 
 
 def _known_keys(path: KeyPath) -> list[str]:
-    """The keys of the model at `path`: a part follows the field of that name, or else the element type."""
+    """The keys of the model at `path`. A part selects the field of that name, or else the element type."""
     model: object = SpecEntry
     for part in path:
         if isinstance(model, type) and issubclass(model, BaseModel):

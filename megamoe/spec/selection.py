@@ -34,15 +34,15 @@ _SCHEDULE = re.compile(r"eager|lazy|(random|late_cta|late_warp):(\d+)(?:-(\d+))?
 
 
 class SelectionError(Exception):
-    """A selection that names something unknown or selects nothing; the text says what would be right."""
+    """A selection names something unknown or selects nothing. The text says what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What to run. An empty tuple means every op, the profile's cases and schedules, every backend, all its targets.
+    """What to run. Empty tuples mean every op, the profile's cases and schedules, every backend, all its targets.
 
-    `cases`: ids, instead of the profile's cases. `where`: axis filters such as "hd=64". `rows`: these rows, as they are
-    printed, instead of everything else.
+    `cases`: ids, replacing the profile's cases. `where`: axis filters such as "hd=64". `rows`: exactly these rows, in
+    printed form; everything else is then ignored.
     """
 
     profile: str = DEFAULT_PROFILE
@@ -62,12 +62,12 @@ class Selection:
 
     @property
     def kept(self) -> dict[str, str | tuple[str, ...]]:
-        """What a header keeps. `rows` only if there are any: older readers and baselines lack it."""
+        """What a record header stores. `rows` only if there are any, because older readers and baselines lack it."""
         return {name: value for name, value in asdict(self).items() if value or name != "rows"}
 
     @property
     def options(self) -> list[str]:
-        """What selects the same on a command line. SelectionError for `rows`, which no option names."""
+        """The command-line options for the same selection. SelectionError for `rows`, which have no option."""
         if self.rows:
             raise SelectionError("rows of a record file are no options of a command")
         named = {
@@ -79,7 +79,7 @@ class Selection:
 
 
 def parse_row(text: str) -> Row:
-    """The row that `text` names, in the form in which rows are printed. SelectionError if it names none."""
+    """The row that `text` names in printed form. SelectionError if it names none."""
     case, on, rest = text.strip().partition(" on ")
     words = rest.split()
     if not on or len(words) != 4 or ":" not in case:
@@ -123,7 +123,7 @@ def parse_where(filters: Iterable[str]) -> dict[str, frozenset[str]]:
 
 
 def matching(cases: Iterable[Case], where: Mapping[str, frozenset[str]]) -> list[Case]:
-    """The cases whose axes have the wanted values. An axis or a value that no case has raises SelectionError."""
+    """The cases whose axes have the wanted values. Raises SelectionError for an axis or a value that no case has."""
     cases = list(cases)
     known = {name for case in cases for name, _ in case.axes}
     unknown = sorted(set(where) - known)
@@ -158,12 +158,12 @@ def selected_specs(specs: Mapping[str, Spec], ops: Sequence[str]) -> list[Spec]:
 
 
 def spec_of(specs: Mapping[str, Spec], case_id: str) -> Spec:
-    """The spec of the op that a case id begins with. Raises SelectionError."""
+    """The spec of the op at the start of a case id. Raises SelectionError."""
     return selected_specs(specs, [case_id.partition(":")[0]])[0]
 
 
 def known_cases(spec: Spec) -> dict[str, Case]:
-    """Every case that a matrix or a profile of `spec` holds, by id, in the order of the file."""
+    """Every case in a matrix or a profile of `spec`, by id, in file order."""
     listed = [*spec.matrices.values(), *(profile.cases for profile in spec.profiles.values())]
     return {case.id: case for cases in listed for case in cases}
 
@@ -185,9 +185,9 @@ def _cases_and_schedules(specs: Mapping[str, Spec], selection: Selection) -> lis
 
 
 def with_name(specs: Sequence[Spec], kind: Literal["matrices", "profiles"], names: Sequence[str]) -> list[Spec]:
-    """The specs that have any of `names` among their matrices or profiles; all of them if none has, or none is given.
+    """The specs with any of `names` among their matrices or profiles; all specs if none has one, or `names` is empty.
 
-    Ops need not have the same ones: a name that no spec has is for the spec itself to refuse.
+    Ops may have different ones. If no spec has a name, the spec itself refuses it later.
     """
     having = [spec for spec in specs if any(name in getattr(spec, kind) for name in names)]
     return having or list(specs)
@@ -223,7 +223,7 @@ def _module_exists(name: str) -> bool:
 
 
 def targets_of(backend: str, op: str) -> tuple[Target, ...]:
-    """The targets for which a backend has `op`. Raises SelectionError if the backend cannot be loaded."""
+    """The targets for which a backend implements `op`. Raises SelectionError if the backend cannot be loaded."""
     return _offer(backend, op).targets
 
 
@@ -235,10 +235,11 @@ def _offer(backend: str, op: str) -> Offer:
 
 
 def owed_rows(specs: Mapping[str, Spec], selection: Selection) -> list[Row]:
-    """Every row that a run of `selection` owes, the most work first.
+    """Every row that a run of `selection` owes, most work first.
 
-    A backend owes no row of an op that it has for no target; `not_offered` says so. But if the op or the case was asked
-    for by name, and the target too, it owes a row without a kernel, and that becomes `unsupported`.
+    A backend with no target for an op owes no rows of it; `not_offered` reports that. But if the op or the case was
+    requested by name, and the target too, the row is owed without a kernel and becomes `unsupported`.
+
     Raises SelectionError, also if nothing is selected, and SpecError for a bad case id.
     """
     if selection.rows:
@@ -283,7 +284,7 @@ def _named_rows(specs: Mapping[str, Spec], texts: Iterable[str]) -> list[Row]:
 def _places(
     op: str, backends: Sequence[str], executors: Sequence[str], targets: Sequence[Target], asked: bool
 ) -> list[tuple[str, Target, str]]:
-    """Backend, target and executor of the rows that a case of `op` owes. `asked`: the op or the case was named."""
+    """Backend, target and executor of the rows that a case of `op` owes. `asked`: the op or case was named."""
     found: list[tuple[str, Target, str]] = []
     for backend in backends:
         offer = _offer(backend, op)
@@ -294,9 +295,10 @@ def _places(
 
 
 def schedules_of(executor: str, schedules: Sequence[str], asked: bool) -> Sequence[str]:
-    """Those of `schedules` that `executor` has; if it has none of them, its own, but () if they were `asked` for.
+    """The `schedules` that `executor` has. If it has none of them: () if they were `asked` for, else the executor's
+    own.
 
-    Only a machine made of software orders its agents as told. A device has one schedule, its own.
+    Only a software machine orders its agents as requested. A device has one schedule, its own.
     """
     own = _own_schedules(executor)
     return schedules if own is None else [name for name in schedules if name in own] or (() if asked else own)
@@ -304,19 +306,19 @@ def schedules_of(executor: str, schedules: Sequence[str], asked: bool) -> Sequen
 
 @cache
 def _own_schedules(executor: str) -> tuple[str, ...] | None:
-    # Asking the default executor, which has all schedules, would cost every command the import of torch.
+    # The default executor has all schedules. Asking it would make every command import torch.
     if executor == DEFAULT_EXECUTOR:
         return None
     try:
         return machine_of(executor).schedules
     except UnsupportedError:
-        # The rows on it say why it cannot be loaded.
+        # Its rows will say why it cannot be loaded.
         return None
 
 
 def keeps_time(executor: str) -> bool:
-    """Whether an executor has a clock of its own; False if it does not say."""
-    # The default executor has none, and asking it would cost every command the import of torch.
+    """Whether an executor has its own clock; False if it does not say."""
+    # The default executor has none. Asking it would make every command import torch.
     if executor == DEFAULT_EXECUTOR:
         return False
     try:
@@ -326,7 +328,7 @@ def keeps_time(executor: str) -> bool:
 
 
 def not_offered(specs: Mapping[str, Spec], selection: Selection) -> list[str]:
-    """A sentence for each selected op that no backend has: no row of it is owed. Raises as `owed_rows`."""
+    """A sentence for each selected op that no backend implements: none of its rows is owed. Raises as `owed_rows`."""
     if selection.rows:
         return []
     backends = selection.backends or backend_names()
@@ -340,5 +342,5 @@ def not_offered(specs: Mapping[str, Spec], selection: Selection) -> list[str]:
 
 
 def work_hint(case: Case) -> int:
-    """The product of the case's integer axes. It is good enough to start the long rows first."""
+    """The product of the case's integer axes: good enough to start the long rows first."""
     return prod(value for _, value in case.axes if isinstance(value, int) and not isinstance(value, bool) and value > 0)

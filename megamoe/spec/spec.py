@@ -19,13 +19,13 @@ from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, SpecError, nearest
 
 Role = Literal["input", "output"]
 DEFAULT_THRESHOLD = 0.02
-"""How far apart two device times may be before the difference counts, as a share, where a spec says nothing."""
+"""Default for how far two device times may differ before the difference counts, as a fraction."""
 
 __all__ = ["Profile", "Spec", "SpecError", "TensorSpec", "Tolerance"]
 
 
 def told(axes: Mapping[str, AxisValue]) -> str:
-    """Values of axes in words, for sentences."""
+    """Axis values in words, for messages."""
     return " and ".join(f"{name} is {spell(value)}" for name, value in axes.items())
 
 
@@ -33,10 +33,12 @@ def told(axes: Mapping[str, AxisValue]) -> str:
 class TensorSpec:
     """A tensor of an op. `shape` holds axis names or expressions over axes.
 
-    `when`: a condition; the tensor is absent where it is false. `roles`: an axis of text and the role for each of its
-    values; the tensor is absent for the other values. `role` is then the first of these. `shape_if`: a bool axis, and
-    the shape and its `dims` where that is true.
-    `Spec.tensors_of` sets the right role and shape.
+    - `when`: a condition; the tensor is absent where it is false.
+    - `roles`: a text axis and the role for each of its values. The tensor is absent for other values, and `role` is the
+      first of these roles.
+    - `shape_if`: a bool axis, and the shape and its `dims` where that axis is true.
+
+    `Spec.tensors_of` resolves the role and the shape.
     """
 
     name: str
@@ -50,17 +52,17 @@ class TensorSpec:
     shape_if: tuple[str, tuple[str, ...], tuple[Expression, ...]] | None = field(default=None, repr=False)
 
     def role_in(self, axes: Mapping[str, AxisValue]) -> Role | None:
-        """Its role at `axes`; None where it is absent."""
+        """Its role at `axes`; None if it is absent."""
         if self.when is not None and not self.when.value(axes):
             return None
         return self.role if self.roles is None else self.roles[1].get(str(axes[self.roles[0]]))
 
     def may_be(self, role: Role) -> bool:
-        """Whether it has that role for some values of the axes."""
+        """Whether it has that role for some axis values."""
         return self.role == role if self.roles is None else role in self.roles[1].values()
 
     def at(self, axes: Mapping[str, AxisValue]) -> TensorSpec | None:
-        """The tensor as it is at `axes`; None where it is absent."""
+        """The tensor with its role and shape at `axes`; None if it is absent."""
         role = self.role_in(axes)
         if role is None:
             return None
@@ -71,13 +73,13 @@ class TensorSpec:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """The axes that decide whether it is there."""
+        """The axes that decide whether it exists."""
         named = sorted(self.when.names) if self.when else ()
         return (*named, self.roles[0]) if self.roles else (*named,)
 
     @property
     def other_lengths(self) -> frozenset[str]:
-        """The axes that its shape has under `shape_if` alone."""
+        """The axes in its shape under `shape_if` that are not in `shape`."""
         dims = self.shape_if[2] if self.shape_if else ()
         return frozenset(name for dim in dims for name in dim.names if dim.text not in self.shape)
 
@@ -86,8 +88,8 @@ class TensorSpec:
 class Tolerance:
     """How far an output may be from the float64 oracle.
 
-    `cosine`: the least cosine, on published cells. `noise_ratio`: the largest error, as a multiple of the error of the
-    simulated reference.
+    `cosine`: the smallest cosine, on published cells. `noise_ratio`: the largest error, as a multiple of the simulated
+    reference's error.
     """
 
     cosine: float
@@ -113,10 +115,10 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A threshold, as a share, for some cases.
+    """A threshold, as a fraction, for some cases.
 
-    `cases`: ids, those of a matrix. `where`: the admitted values of an axis. `temperature`: of the L2. None or empty
-    admits any.
+    `cases`: the ids of a matrix's cases. `where`: the admitted values of each axis. `temperature`: of the L2. None or
+    empty admits any.
     """
 
     threshold: float
@@ -126,7 +128,7 @@ class Override:
     temperature: Temperature | None = None
 
     def speaks_of(self, case: Case) -> bool:
-        """Whether it holds for `case` at some temperature."""
+        """Whether it applies to `case` at some temperature."""
         return (self.cases is None or case.id in self.cases) and all(
             case[axis] in values for axis, values in self.where.items()
         )
@@ -134,7 +136,7 @@ class Override:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """How far two device times may be apart, as a share (0.02 is 2 %). The first override that matches holds."""
+    """How far two device times may differ, as a fraction (0.02 is 2 %). The first override that matches applies."""
 
     default: float = DEFAULT_THRESHOLD
     overrides: tuple[Override, ...] = ()
@@ -186,7 +188,7 @@ class Spec:
             raise self._refusal(error) from None
 
     def admits(self, axes: Mapping[str, AxisValue]) -> str | None:
-        """Why there is no case with these axes and the others at their defaults; None if there is one."""
+        """Why no case has these axes and the others at their defaults; None if there is such a case."""
         try:
             self.space.completed(axes)
         except OutsideError as error:
@@ -226,19 +228,19 @@ class Spec:
         return self.profiles[name]
 
     def published(self, case: Case) -> bool:
-        """Whether the cosine bar holds for `case`: a cell of a published matrix, at the seed that the matrix has.
+        """Whether the cosine bar applies to `case`: a cell of a published matrix, at the matrix's seed.
 
-        Over the 64 elements of the smallest cell the cosine depends on the seed. The simulated reference itself is
-        below the bar on some (hd=64,t=1,s_k=128,seed=1664296576 has 0.999995983).
+        Over the 64 elements of the smallest cell the cosine depends on the seed. With some seeds the simulated
+        reference itself is below the bar (hd=64,t=1,s_k=128,seed=1664296576 has 0.999995983).
         """
         return case in self.published_cells
 
     def _refusal(self, error: OutsideError) -> SpecError:
-        """`error` with the line of the rule that it breaks, if the file states that rule."""
+        """`error` as a SpecError, with the line of the broken rule if the file states it."""
         return self.document.error(error.rule, str(error)) if error.rule else SpecError(str(error))
 
     def _at(self, tensor: str, case: Case, axes: Mapping[str, AxisValue]) -> TensorSpec | None:
-        """`axes`: those of `case`."""
+        """`axes`: the axes of `case`."""
         try:
             return self.tensors[tensor].at(axes)
         except ExpressionError as error:

@@ -1,7 +1,7 @@
-"""The functions that the Python of an exported dataset calls: megamoe's references and kernels.
+"""The functions that the Python in an exported dataset calls: megamoe's references and kernels.
 
-The dataset is used where megamoe and its specs are installed. Unsigned bytes and words come as the signed type of their
-width, because the format has no unsigned types.
+The dataset is used where megamoe and its specs are installed. Unsigned bytes and words arrive as the signed type of the
+same width, because the format has no unsigned types.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIGNED = {torch.uint8: torch.int8, torch.uint32: torch.int32}
 def reference_outputs(
     op: str, axes: Mapping[str, AxisValue], inputs: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The outputs in the order of the spec; one output is returned alone, not in a tuple."""
+    """The outputs in the order of the spec; a single output is returned without a tuple."""
     spec = _specs()[op]
     case = _case(spec, axes)
     found = reference(op).simulated(case, _as_specified(spec, inputs))

@@ -1,9 +1,9 @@
-"""From record files to a dataset of flashinfer-bench: definitions, workloads, solutions, traces.
+"""From record files to a dataset for flashinfer-bench: definitions, workloads, solutions, traces.
 
-A run gives one trace for each cell, that is for a case of a backend, target and executor under all its schedules; the
-worst verdict counts. A timed cell gets the median of its samples, in ms, at one temperature of the L2 (flashinfer-bench
-itself times a cold one). A cell without a time gets a trace only if it went wrong: the format has no pass without a
-latency. A cell that is unsupported or was not run says nothing of a kernel and gives its workload alone.
+A run gives one trace per cell, that is per case on a backend, target and executor, over all its schedules; the worst
+verdict counts. A timed cell gets the median of its samples, in ms, at one L2 temperature (flashinfer-bench itself
+measures with a cold L2). A cell without a time gets a trace only if it went wrong, because the format requires a
+latency for a pass. A cell that is unsupported or was not run says nothing about a kernel and only adds its workload.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENTRY = "main.py"
 
 @dataclass(slots=True)
 class Dataset:
-    """The objects by name. `left_out`: reason -> how many cells have no trace because of it."""
+    """The objects by name. `left_out`: reason -> number of cells without a trace for that reason."""
 
     definitions: dict[str, Definition] = field(default_factory=dict[str, Definition])
     solutions: dict[str, Solution] = field(default_factory=dict[str, Solution])
@@ -52,14 +52,14 @@ class Dataset:
 
 @dataclass(slots=True)
 class _Cell:
-    """The lines of one run about a case of a backend, target and executor: verdicts by schedule, and times."""
+    """One run's lines for a case on a backend, target and executor: verdicts by schedule, and times."""
 
     records: list[Record] = field(default_factory=list[Record])
     timings: list[Timing] = field(default_factory=list[Timing])
 
 
 def dataset_of(files: Sequence[RecordFile], specs: Mapping[str, Spec], temperature: Temperature = "cold") -> Dataset:
-    """The dataset. ExportError if no line has a case that the specs know, and for a run without a header."""
+    """The dataset. ExportError if no line's case is in the specs, and for a run without a header."""
     headers = {header.run: header for file in files for header in file.headers}
     dataset = Dataset()
     for (run, key), cell in _cells(files, temperature).items():
@@ -68,7 +68,7 @@ def dataset_of(files: Sequence[RecordFile], specs: Mapping[str, Spec], temperatu
             dataset.left_out["of a case that no spec has"] += 1
             continue
         if dict(call.case.axes).get("sms") is not None:
-            # A definition is mathematics: its reference takes no number of SMs.
+            # A definition is mathematical: its reference does not depend on a number of SMs.
             dataset.left_out["launched for fewer SMs than the device has"] += 1
             continue
         if run not in headers:
@@ -109,7 +109,7 @@ def _call(case: str, specs: Mapping[str, Spec]) -> Call | None:
 
 
 def _evaluation(cell: _Cell, header: RunHeader, executor: str) -> Evaluation | str:
-    """The result of the cell, or the reason why the format cannot hold it."""
+    """The result of the cell, or the reason why the format cannot represent it."""
     telling = worst([*cell.records, *cell.timings])
     if telling.status in ("unsupported", "not_run"):
         return telling.status
@@ -128,7 +128,7 @@ def _evaluation(cell: _Cell, header: RunHeader, executor: str) -> Evaluation | s
 
 
 def _status(telling: Record | Timing, records: Sequence[Record]) -> EvaluationStatus:
-    """The format's word. A failure without metrics broke a rule before outputs were compared."""
+    """The status in the format's words. A failure without metrics broke a rule before outputs were compared."""
     match telling.status:
         case "passed":
             return "PASSED"
@@ -144,8 +144,8 @@ def _status(telling: Record | Timing, records: Sequence[Record]) -> EvaluationSt
 
 
 def _correctness(cell: _Cell) -> Correctness:
-    """The largest error relative to the oracle (`max` of judge.tolerance) under any schedule. Absolute errors are not
-    kept, so NaN. `extra`: the metrics of the worst record, and how the time was taken."""
+    """The largest relative error against the oracle (`max` of judge.tolerance) under any schedule. Absolute errors are
+    not recorded, hence NaN. `extra`: the metrics of the worst record, and how the time was taken."""
     errors = [value for one in cell.records for name, value in one.metrics.items() if name.endswith(".max")]
     metrics = worst(cell.records).metrics if cell.records else {}
     extra: dict[str, object] = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -191,7 +191,7 @@ def _solution(call: Call, key: Key) -> Solution:
 
 
 def files_of(dataset: Dataset) -> Iterator[tuple[str, str]]:
-    """The path inside the dataset and the text of every file."""
+    """The path within the dataset and the text of every file."""
     for definition in dataset.definitions.values():
         yield f"definitions/{definition.op_type}/{definition.name}.json", definition.model_dump_json(indent=1)
     for solution in dataset.solutions.values():

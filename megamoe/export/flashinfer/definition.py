@@ -1,9 +1,9 @@
-"""From a spec to definitions and workloads of flashinfer-bench.
+"""From a spec to definitions and workloads for flashinfer-bench.
 
 An integer axis that is a dimension of an input becomes a variable axis. Other numbers and flags (window, scale, causal)
-become scalar inputs. The format has no text and no null, and a flag may decide which tensors there are; these values
-make definitions of their own, `fmha` and `fmha_with_window`, `nvfp4_moe` and `nvfp4_moe_stage_l1`. The `uuid` of a
-workload is the id of the case. megamoe makes the inputs from the id; the format can only say that they are "random".
+become scalar inputs. The format has no text and no null, and a flag may decide which tensors exist; such values lead to
+separate definitions: `fmha` and `fmha_with_window`, `nvfp4_moe` and `nvfp4_moe_stage_l1`. The `uuid` of a workload is
+the case id. megamoe makes the inputs from the id; the format can only call them "random".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megamoe.export.flashinfer.format import (
 )
 from megamoe.spec.spec import Spec, TensorSpec
 
-# The format has no unsigned types: their bits travel in the signed type of the same width.
+# The format has no unsigned types, so their bits travel in the signed type of the same width.
 _DTYPES: Mapping[str, Dtype] = {
     "bf16": "bfloat16",
     "f16": "float16",
@@ -46,15 +46,15 @@ _WORDS = {"//": "over", "%": "mod", "*": "times", "+": "plus", "-": "minus"}
 
 
 class ExportError(Exception):
-    """It cannot be exported; the text says why and what would be right."""
+    """Something cannot be exported; the text says why and what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """How tensors and scalars of the format become the axes and tensors of an op.
 
-    `name`: of the definition. `dims`: tensor -> its axes in the format. `axes`: axis of the op -> the Python expression
-    for its value inside `run`. `scalars`: name in the format -> axis of the op.
+    `name`: the definition's name. `dims`: tensor -> its axes in the format. `axes`: axis of the op -> the Python
+    expression for its value inside `run`. `scalars`: name in the format -> axis of the op.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Call:
 
 
 def call_of(spec: Spec, case: Case) -> Call:
-    """The call of `case`. All cases whose calls have one name share a definition."""
+    """The call of `case`. All cases whose calls have the same name share a definition."""
     tensors = spec.tensors_of(case)
     dims = {name: tuple(_slug(dim) for dim in tensor.shape) for name, tensor in tensors.items()}
     found: dict[str, str] = {}
@@ -96,7 +96,7 @@ def call_of(spec: Spec, case: Case) -> Call:
 
 
 def _sources(tensors: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str]]:
-    """(axis of the op, dimension of an input) pairs, the first input last: its dimension is the one that counts."""
+    """(axis of the op, dimension of an input) pairs. The first input comes last, so its dimension wins."""
     for name, tensor in reversed(list(tensors.items())):
         for i, dim in enumerate(tensor.shape):
             if tensor.role == "input" and dim.isidentifier():
@@ -104,7 +104,7 @@ def _sources(tensors: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str]]:
 
 
 def _features(spec: Spec, case: Case, found: Mapping[str, str]) -> Iterator[str]:
-    """Words for the name: how this definition differs from that of the defaults."""
+    """Words for the name: how this definition differs from the one for the defaults."""
     for axis, value in case.axes:
         default = spec.axes[axis].default
         if found[axis] == repr(value) and value != default:
@@ -122,7 +122,7 @@ def _slug(dim: str) -> str:
 
 
 def definition_of(call: Call) -> Definition:
-    """The definition. ExportError for a dtype that the format lacks, and for two extents that get one name."""
+    """The definition. ExportError for a dtype that the format lacks, and if two extents get the same name."""
     axes: dict[str, Axis] = {}
     extents: dict[str, str] = {}
     for name, tensor in call.tensors.items():
@@ -176,7 +176,7 @@ def reference_source(call: Call) -> str:
 
 
 def solution_source(call: Call, backend: str, target: str, executor: str) -> str:
-    """Python with a `run` that calls the kernel of a backend. The outputs, its last arguments, are written."""
+    """Python with a `run` that calls the kernel of a backend. It writes the outputs, its last arguments."""
     parameters = ", ".join([*call.inputs, *call.scalars, *call.outputs])
     return (
         f"from megamoe.export.flashinfer.call import solve\n\n\n"

@@ -1,8 +1,9 @@
 """The objects of flashinfer-bench's trace format (flashinfer-ai/flashinfer-bench 0.1.2), checked.
 
-Our own models of the documented schema, for what megamoe writes: the package brings far more than these few models. A
-test holds its models against ours where it is installed. A dataset is a folder: definitions/OP_TYPE/NAME.json,
-solutions/OP_TYPE/DEFINITION/NAME.json, workloads/OP_TYPE/DEFINITION.jsonl and traces/OP_TYPE/DEFINITION.jsonl.
+These are our own models of the documented schema, for what megamoe writes: the package pulls in far more than these few
+models. Where it is installed, a test compares its models with ours. A dataset is a folder:
+definitions/OP_TYPE/NAME.json, solutions/OP_TYPE/DEFINITION/NAME.json, workloads/OP_TYPE/DEFINITION.jsonl and
+traces/OP_TYPE/DEFINITION.jsonl.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Dtype = Literal[
     "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1",
     "int64", "int32", "int16", "int8", "bool",
 ]  # fmt: skip
-# The format has more statuses; a verdict of megamoe can only mean one of these.
+# The format has more statuses; megamoe's verdicts map only to these.
 EvaluationStatus = Literal["PASSED", "INCORRECT_NUMERICAL", "RUNTIME_ERROR", "COMPILE_ERROR", "TIMEOUT"]
 
 
@@ -85,7 +86,7 @@ def _functions(source: str) -> set[str]:
 
 
 class RandomInput(_Object):
-    """A tensor that the runner of the workload draws."""
+    """A tensor that the workload's runner draws."""
 
     type: Literal["random"] = "random"
 
@@ -98,7 +99,7 @@ class ScalarInput(_Object):
 
 
 class Workload(_Object):
-    """One point: a value for each variable axis, and the origin of each input."""
+    """One point: a value for each variable axis, and the source of each input."""
 
     axes: dict[Text, Annotated[int, Field(ge=0)]]
     inputs: dict[Text, RandomInput | ScalarInput]
@@ -162,7 +163,7 @@ class Correctness(_Object):
 
 
 class Performance(_Object):
-    """Milliseconds a call. The reference is not timed, so its latency and the speed-up over it are left out."""
+    """Milliseconds per call. The reference is not timed, so its latency and the speed-up over it are left out."""
 
     latency_ms: float = Field(gt=0, allow_inf_nan=False)
 
@@ -194,7 +195,7 @@ class Evaluation(_Object):
 
 
 class TraceLine(_Object):
-    """A line of workloads/ or traces/, their `Trace`: a workload, and in traces/ the result of a solution on it."""
+    """A line of workloads/ or traces/ (the format's `Trace`): a workload, in traces/ with a solution's result on it."""
 
     definition: Text
     workload: Workload
