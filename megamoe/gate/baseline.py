@@ -70,8 +70,8 @@ def _place_of_acceptance(line: Acceptance, at: int) -> _Place:
 
 
 def baseline_for(executor: str, header: RunHeader | None) -> Path:
-    """The baseline file for rows of `executor`: the VM's, or the device's. Raises RecordError if the run had no device.
-    """
+    """The baseline file for rows of `executor`: the VM's, or the device's. Raises RecordError if the run had no
+    device."""
     if executor == "vm":
         return VM_BASELINE
     if header is None or header.device is None:

@@ -51,8 +51,8 @@ class Checked:
 
 
 def checked(files: Sequence[RecordFile], ours: Mapping[str, str], specs: Mapping[str, Spec]) -> Checked:
-    """Filters `files` to the lines that are evidence. `ours`: digests of the current specs, expected failures and code.
-    """
+    """Filters `files` to the lines that are evidence. `ours`: digests of the current specs, expected failures and
+    code."""
     kept: list[RecordFile] = []
     findings: list[Finding] = []
     headers = [header for file in files for header in file.headers]

@@ -31,8 +31,8 @@ class ExpectedError(Exception):
 
 
 class ExpectedEntry(BaseModel):
-    """One known failure. `case` and `schedule` are exact names or globs; `example` is the id of one case that shows it.
-    """
+    """One known failure. `case` and `schedule` are exact names or globs; `example` is the id of one case that shows
+    it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -76,8 +76,8 @@ class GuardedRun:
         return {name: out.masked_fill(free[name], 0) if name in free else out for name, out in self.outputs.items()}
 
     def fault(self, *, may_leave_unwritten: bool = False) -> str:
-        """The first fault found: a broken rule, damage to bands or inputs, elements never written; "" if there is none.
-        """
+        """The first fault found: a broken rule, damage to bands or inputs, elements never written; "" if there is
+        none."""
         sentence = self.execution.violation or self.guarded.arena.damage() or ""
         if sentence or may_leave_unwritten:
             return sentence
@@ -105,8 +105,8 @@ class Built:
 
     @property
     def artifact(self) -> dict[str, str]:
-        """What ran, where the PTX alone does not say it: the digest of a host object, or the packages of a Python call.
-        """
+        """What ran, where the PTX alone does not say it: the digest of a host object, or the packages of a Python
+        call."""
         if isinstance(self.program, HostProgram):
             digest = hashlib.sha256(self.program.host_object).hexdigest()
             return {"host_object": digest, "entry": self.program.entry, "compiler": self.program.compiler}
