@@ -176,7 +176,7 @@ def _asked(
 
 
 def _weighted(case: Case, inputs: Inputs, routes: Routing, route: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-    """`change` [n] of a2 in `route` [n], times what its row of y is summed with."""
+    """`change` [n] of a2 in `route` [n], times the weight with which the route's row is summed into y."""
     if case["weight"] == "before":
         return change
     return change * inputs["topk_weights"][routes.token[route], routes.choice[route]].double()
