@@ -132,7 +132,7 @@ Call = tuple[Callable[..., object], tuple[object, ...]]
 def shared_out(calls: Iterable[tuple[Row, Call]]) -> Iterator[tuple[Row, object]]:
     """Calls each function on a node that can run its row. Yields the row and the result, or a Failure, as they finish.
 
-    If a node dies, Ray calls the function again on another one, MAX_TRIES times at most.
+    If the process or node dies, Ray calls the function again, MAX_TRIES times in all at most.
     """
     ray = _ray()
     pending: dict[Any, Row] = {}

@@ -96,7 +96,7 @@ def _sinks(case: Case) -> torch.Tensor:
 def drawn_lengths(case: Case) -> tuple[list[int], list[int]]:
     """Query rows and keys of each sequence of a ragged case. One has the maximum length possible; others may be empty.
 
-    Query rows add up to total_q and keys to total_k. With pages, the keys' pages add up to at most total_k.
+    Query rows add up to total_q and keys to total_k. With pages, the pages in use hold at most total_k.
     """
     queries = _shares(case, "t", case.int("total_q"))
     return queries, _shares(case, "s_k", case.int("total_k"), case.int("page_size"))
