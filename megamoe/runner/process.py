@@ -73,8 +73,8 @@ class RunnerDiedError(Exception):
 
 
 class RunnerFaultError(Exception):
-    """The requested function raised an exception in the runner. The text is its sentence; `traceback` is the
-    runner's."""
+    """The requested function raised an exception in the runner. The text is its sentence; `trace` is the runner's
+    traceback."""
 
     def __init__(self, sentence: str, trace: str) -> None:
         super().__init__(sentence)
