@@ -1,1 +1,1 @@
-"""Tests of the harness, a folder or a file a room of megamoe."""
+"""Tests of the harness: one folder or file per room of megamoe."""

@@ -1,6 +1,6 @@
 """The NVFP4 codec: every code and tie, saturation, zeros, refusals, layouts byte by byte.
 
-It is held against ml_dtypes and, if that is installed, torchao.
+It is compared with ml_dtypes and, if that is installed, torchao.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def witness(values: torch.Tensor, dtype: type) -> torch.Tensor:
-    """Codes of float32 `values` by ml_dtypes."""
+    """Codes of float32 `values`, from ml_dtypes."""
     return torch.from_numpy(values.numpy().astype(dtype).view(np.uint8).copy())
 
 
 def dense_floats() -> torch.Tensor:
-    """Every sign and exponent of float32 with the upper 13 bits of the mantissa, and the neighbours of all of these."""
+    """Every float32 sign and exponent with the upper 13 mantissa bits, and the neighbours of all of these."""
     upper = (torch.arange(1 << 22, dtype=torch.int64) * 1024 - (1 << 31)).to(torch.int32).view(torch.float32)
     upper = upper[~upper.isnan()]
     boundaries = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0])
@@ -147,7 +147,7 @@ def test_two_codes_share_a_byte_the_first_in_the_low_nibble() -> None:
 
 
 def slow_quantise(values: torch.Tensor, gs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition, block by block in float32 of numpy, with the conversions of ml_dtypes."""
+    """The definition, block by block in NumPy float32, with conversions from ml_dtypes."""
     rows = values.float().numpy().reshape(-1, values.shape[-1] // 16, 16)
     each = gs.reshape(*gs.shape, *(1 for _ in values.shape[gs.dim() : -1])).expand(values.shape[:-1])
     scales = each.numpy().reshape(-1)
@@ -208,7 +208,8 @@ def test_zero_blocks_and_vanishing_scales_have_codes_of_zero() -> None:
 
 
 def test_what_is_representable_comes_back() -> None:
-    """Every code under every block scale, quantised with the global scale it has, is itself if its block holds a 6."""
+    """Every code under every block scale comes back when quantised with its own global scale, if its block holds a
+    6."""
     sf = ALL_E4M3[1:0x7F, None].expand(-1, 2).contiguous()
     codes = pack(torch.arange(32, dtype=torch.uint8).remainder(16).expand(len(sf), -1).contiguous())
     for gs in (1.0, 0.25, 2.0**-20):
@@ -260,15 +261,15 @@ def test_global_scale_uses_the_whole_range() -> None:
 
 
 def torchao() -> object:
-    """torchao's MX formats, an optional witness; its import warns of extensions that a CPU does not have."""
+    """torchao's MX formats, an optional witness. Its import warns about extensions that a CPU lacks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason="torchao is not installed")
 
 
 def test_quantises_as_torchao_does() -> None:
-    """Block scales are the same for any input. torchao multiplies by the reciprocal of the scale, so that codes are
-    compared where that is exact: for block scales and global scales that are powers of two."""
+    """Block scales agree for any input. torchao multiplies by the reciprocal of the scale, so codes are compared only
+    where that is exact: for block scales and global scales that are powers of two."""
     other = torchao()
     values = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
     for gs in (global_scale(values), torch.tensor(2.0**-7)):
@@ -284,7 +285,7 @@ SHAPES = [(1, 1), (31, 3), (32, 4), (33, 5), (127, 4), (128, 4), (128, 8), (129,
 
 
 def numbered(rows: int, blocks: int) -> torch.Tensor:
-    """Scales that tell where they come from, as far as a byte can: 251 is prime."""
+    """Scales that encode their position, as far as a byte can: 251 is prime."""
     return (torch.arange(rows * blocks).view(rows, blocks) * 7 % 251 + 1).to(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Files that outlive a process: a cache vouches for nothing that its user did not write, a kill leaves nothing."""
+"""Files that outlive a process: a cache only vouches for what its user wrote, and a kill leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_its_user_did_not_write_is_rebuilt(tmp_path: Path, attack: Callable
 
 
 def test_nothing_is_decoded_that_is_not_authentic(tmp_path: Path) -> None:
-    """An unpickling decoder would run what it decodes."""
+    """A decoder that unpickles would execute what it decodes."""
     cache, decoded = cache_in(tmp_path), list[bytes]()
     cache.keep("a", GOOD)
     _edited(cache)
@@ -199,7 +199,7 @@ def test_what_a_killed_process_left_is_cleared_and_what_lives_stays(
 def test_what_another_process_clears_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, instant: str
 ) -> None:
-    """The other process looks just before the maker opens what it has made, and just before it locks it."""
+    """The other process intervenes just before the maker opens its file, and just before it locks it."""
     clear_abandoned(tmp_path)
     module, cleared = {"open": os, "flock": fcntl}[instant], list[Path]()
     really: Callable[..., object] = getattr(module, instant)

@@ -378,7 +378,7 @@ def _tile(case: str = SWIGLU, interleave: int | None = 8) -> AccumulatorTile:
 @pytest.mark.parametrize("shape", ["32x32b", "16x64b", "16x128b", "16x256b"])
 @pytest.mark.parametrize("num", [1, 4, 32])
 def test_fragment_is_that_of_the_machine(shape: str, num: int) -> None:
-    """The figures of the ISA are written twice, independently, so a mistake in one shows."""
+    """The ISA's figures are written down twice, independently, so that a mistake in one shows."""
     layout = register_map(shape, num)
     machine = {
         (int(layout.lanes[register, thread]), int(layout.columns[register, thread])): (thread, register)
@@ -398,7 +398,7 @@ def test_swiglu_tile_is_taken_once_and_whole() -> None:
 
 @pytest.mark.parametrize(("m", "n", "thread", "register"), [(0, 0, 0, 0), (77, 8, 77 % 32, 8), (127, 21, 31, 21)])
 def test_register_of_a_cell(m: int, n: int, thread: int, register: int) -> None:
-    """The cells that conformance/kernels/ptx/test_moe_layer.py finds by setting registers to zero."""
+    """The same cells as conformance/kernels/ptx/test_moe_layer.py finds by zeroing registers."""
     holders = [load.cells[m, n] for load in _tile().loads if (m, n) in load.cells and load.warp == m // 32]
     assert holders == [(thread, register)]
 

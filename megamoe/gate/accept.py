@@ -1,7 +1,7 @@
-"""Accepts a change into a baseline on purpose: which lines change, why, and what is refused.
+"""Accepts a change into a baseline on purpose: decides which lines change, records why, and refuses the rest.
 
-A row is accepted with everything that was seen of it: the counters of its record, the compiler figures of its program,
-its times. A row that did not pass is refused. A row that nobody owes any more leaves the baseline.
+Accepting a row takes everything that was measured for it: the counters of its record, the compiler figures of its
+program and its times. A row that did not pass is refused. A row that is no longer owed leaves the baseline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Lines = dict[Key, list[KeyedLine]]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The headers of runs by id, and their lines in order. `where` names the files."""
+    """Run headers by run id, and the lines of the runs in order. `where` names the files, for messages."""
 
     where: str
     headers: Mapping[str, RunHeader]
@@ -32,7 +32,7 @@ class Seen:
 
     @property
     def unsupported(self) -> set[Row]:
-        """The rows that the machine of the run could not do, such as a shape that a peer lacks."""
+        """Rows that the run's machine could not execute, such as a shape that a peer lacks."""
         return {_row_of(line) for line in self.lines if not isinstance(line, Figures) and line.status == "unsupported"}
 
     @property
@@ -43,7 +43,7 @@ class Seen:
 
 
 def _row_of(line: Record | Timing) -> Row:
-    """The row of a line. A time has no schedule: a device has one only, eager."""
+    """The row of a line. A time has no schedule: a device has only one, "eager"."""
     return line.row if isinstance(line, Record) else Row(line.case, line.backend, line.target, line.executor, "eager")
 
 
@@ -59,10 +59,11 @@ def seen_in(files: Sequence[RecordFile]) -> Seen:
 def take(
     baseline: Baseline, seen: Seen, rows: Iterable[Row], owed: Collection[Row], why: Acceptance
 ) -> tuple[Baseline, tuple[Acceptance, ...]]:
-    """The baseline with `rows` as they were seen, and for each that changed `why`, with the row and its changes.
+    """Returns the baseline with `rows` as seen, and one acceptance per changed row: `why`, plus the row and its
+    changes.
 
-    `owed`: the rows that the baseline has to hold; any other row of `rows` that was not seen leaves it. SelectionError,
-    and no change at all, for a row that is unknown, did not pass, or is owed and was not seen.
+    `owed`: rows that the baseline must hold. A row of `rows` that is neither owed nor seen is removed. Raises
+    SelectionError, and changes nothing, if a row is unknown, did not pass, or is owed but was not seen.
     """
     before = _by_program((*baseline.records.values(), *baseline.figures.values(), *baseline.timings.values()))
     after = _by_program(seen.lines)
@@ -82,7 +83,7 @@ def take(
 
 
 def _by_program(lines: Iterable[KeyedLine]) -> dict[Key, _Lines]:
-    """Lines by program and key. Of several runs that saw a key, the lines of the last."""
+    """Lines by program and key. If several runs saw a key, only the last run's lines are kept."""
     programs: dict[Key, _Lines] = {}
     for key, found in by_key(lines).items():
         programs.setdefault(key.program, {})[key] = [line for line in found if line.run == found[-1].run]
@@ -90,7 +91,7 @@ def _by_program(lines: Iterable[KeyedLine]) -> dict[Key, _Lines]:
 
 
 def _about(row: Row, lines: _Lines) -> _Lines:
-    """The lines of one program that are about `row`: its record, its times, and the figures if there is either."""
+    """The lines of one program that belong to `row`: its record and its times, and the figures if it has either."""
     mine = Key.of(row)
     own = {key for key in lines if key == mine or (key.kind == "timing" and key.cell == mine.cell)}
     return {key: found for key, found in lines.items() if key in own or (own and key.kind == "figures")}
@@ -107,7 +108,7 @@ def _check(row: Row, old: _Lines, new: _Lines, owed: Collection[Row], seen: Seen
 
 
 def _drop(old: _Lines, held: _Lines) -> None:
-    """Takes a row out. The figures of its program stay while another row runs it."""
+    """Removes a row. The figures of its program stay while another row runs the same program."""
     shared = sum(key.kind != "figures" for key in held) > sum(key.kind != "figures" for key in old)
     for key in old:
         if key.kind != "figures" or not shared:
@@ -115,7 +116,7 @@ def _drop(old: _Lines, held: _Lines) -> None:
 
 
 def _steps(old: _Lines, new: _Lines) -> dict[str, str]:
-    """What differs, by name: "120 -> 124"."""
+    """What differs, by name, in the form "120 -> 124"."""
     steps: dict[str, str] = {}
     for key, lines in new.items():
         if key not in old:
@@ -133,9 +134,9 @@ def _steps(old: _Lines, new: _Lines) -> dict[str, str]:
 def rows_matching(
     pattern: str, baseline: Baseline, seen: Seen, owed: Collection[Row], excused: Collection[Row]
 ) -> list[Row]:
-    """The rows whose case matches the glob: those that were seen, and those of the baseline that nobody owes any more.
+    """Rows whose case matches the glob, among those seen and those in the baseline that are no longer owed.
 
-    Without `excused`, which fail as expected, and `seen.unsupported`.
+    Leaves out `excused` rows, which fail as expected, and `seen.unsupported`.
     """
     seen_rows = seen.rows
     excused = {*excused, *seen.unsupported}

@@ -1,11 +1,11 @@
-"""A tracked baseline: the verdict, the counters and the compiler figures that a change must keep, or accept on purpose.
+"""A tracked baseline: the verdict, counters and compiler figures that a change must keep, or accept on purpose.
 
-`results/baselines/vm.jsonl` holds every row of the smoke profile on the VM. It is a record file without anything that
-another run or another machine would not repeat (host seconds, error metrics, digests of inputs, ids of runs). It is
-sorted, so that a diff shows exactly what changed: a program's figures, its rows, and after each the acceptances that
-say why it is as it is, the last one first. So git merges acceptances of two branches: the older ones, which neither
-changes, lie between those of two rows, and the header is that of the first acceptance. A file of a device holds times,
-with their runs. Only rows that passed are in it.
+`results/baselines/vm.jsonl` holds every row of the smoke profile on the VM. It is a record file without the values that
+differ between runs or machines (host seconds, error metrics, input digests, run ids). It is sorted, so that a diff
+shows exactly what changed: a program's figures and its rows, and after each row the acceptances that explain its
+current state, newest first. This order lets git merge acceptances from two branches: the older acceptances, which
+neither branch changes, separate one row's additions from the next row's, and the header stays the first acceptance's. A
+device's baseline also holds times, with their runs. Only rows that passed are in a baseline.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VM_BASELINE = BASELINES / "vm.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The lines of one baseline file by what they are about; none if there is no file at `path`."""
+    """The lines of one baseline file, keyed by their subject. Empty if there is no file at `path`."""
 
     path: Path
     headers: Mapping[str, RunHeader] = field(default_factory=dict[str, RunHeader])
@@ -61,7 +61,7 @@ def _place(line: KeyedLine) -> _Place:
 
 
 def _place_of_acceptance(line: Acceptance, at: int) -> _Place:
-    """After all that it may be about. `at`: how many acceptances came before."""
+    """Sorts after every line that the acceptance may be about. `at`: the number of earlier acceptances."""
     try:
         case, backend, target, executor, schedule = parse_row(line.row)
         return case, backend, target, executor, schedule, 2, "", -at
@@ -70,7 +70,8 @@ def _place_of_acceptance(line: Acceptance, at: int) -> _Place:
 
 
 def baseline_for(executor: str, header: RunHeader | None) -> Path:
-    """The file for rows of `executor`: the VM's, or that of the run's device. RecordError if the run had none."""
+    """The baseline file for rows of `executor`: the VM's, or the device's. Raises RecordError if the run had no
+    device."""
     if executor == "vm":
         return VM_BASELINE
     if header is None or header.device is None:
@@ -80,7 +81,7 @@ def baseline_for(executor: str, header: RunHeader | None) -> Path:
 
 
 def settled(record: Record) -> Record:
-    """What two runs on two machines repeat of `record`: its status, its counters in order, its program."""
+    """The part of `record` that two runs on two machines repeat: status, counters in order, and program."""
     kept = dict(sorted(record.counters.items()))
     return Record(
         run=BASELINE_RUN,
@@ -95,7 +96,7 @@ def settled(record: Record) -> Record:
 
 
 def settled_figures(figures: Figures) -> Figures:
-    """As `settled`, for figures: kernels and their numbers in the order of their names."""
+    """The same for figures: kernels and their numbers, sorted by name."""
     kernels = {entry: dict(sorted(numbers.items())) for entry, numbers in sorted(figures.kernels.items())}
     return figures.model_copy(update={"run": BASELINE_RUN, "cubin_sha256": None, "kernels": kernels})
 
@@ -103,10 +104,10 @@ def settled_figures(figures: Figures) -> Figures:
 def rebuilt(
     baseline: Baseline, lines: Iterable[KeyedLine], headers: Mapping[str, RunHeader], accepted: Sequence[Acceptance]
 ) -> Baseline:
-    """A baseline of `lines`, with the headers of their runs (from `headers` first) and with `accepted` at its end.
+    """A baseline of `lines`, with the headers of their runs (`headers` takes precedence) and `accepted` appended.
 
-    Without times, all lines are settled, under one header. With times they keep their runs: a time means nothing
-    without the device that took it.
+    Without times, all lines are settled under one header. With times, lines keep their runs, because a time means
+    nothing without the device that it was measured on.
     """
     lines = list(lines)
     known = {**baseline.headers, **headers}
@@ -129,9 +130,9 @@ def rebuilt(
 
 
 def _settled_header(first: RunHeader, latest: RunHeader) -> RunHeader:
-    """The header of lines that every host repeats: that of the `first` acceptance, with the compilers of the latest.
+    """The header for settled lines: the header of the `first` acceptance, with the compilers of the latest run.
 
-    Nothing else in it changes, or acceptances of two branches would disagree; nor does it count the rows.
+    Nothing else in it changes and it counts no rows. Otherwise acceptances on two branches would conflict.
     """
     selection: dict[str, str | tuple[str, ...]] = Selection().kept
     anywhere = {"platform": "any", "machine": "any", "cpu_count": None, "device": None, "digests": {}}
@@ -140,9 +141,10 @@ def _settled_header(first: RunHeader, latest: RunHeader) -> RunHeader:
 
 
 def read_baseline(path: Path) -> Baseline:
-    """The baseline at `path`, an empty one if there is no such file.
+    """Reads the baseline at `path`. Returns an empty one if there is no such file.
 
-    RecordError for a file that is no record file, has a torn line, says something twice, or holds what did not pass.
+    Raises RecordError if the file is not a record file, has a torn line, has two lines with one key, or holds a row
+    that did not pass.
     """
     if not path.exists():
         return Baseline(path)
@@ -152,7 +154,7 @@ def read_baseline(path: Path) -> Baseline:
     for line in (*found.records, *found.timings):
         if line.status != "passed":
             raise RecordError(f"{path}: the baseline holds {Key.of(line)} as {line.status}; take out what did not pass")
-    # Of one row the last comes first, and two of one moment stay as they came.
+    # The file has the newest acceptance of a row first. The sort is stable, so equal timestamps keep their order.
     acceptances = [*reversed(found.acceptances)]
     return Baseline(
         path,
@@ -178,16 +180,17 @@ def _keyed(file: RecordFile, kind: str, pairs: Iterable[tuple[_K, _L]]) -> dict[
 
 
 def write_baseline(baseline: Baseline) -> None:
-    """Replaces the file: a reader sees the old one or the new one. RecordError if it cannot be written."""
+    """Replaces the file atomically: a reader sees the old one or the new one. Raises RecordError if it cannot be
+    written."""
     text = "".join(f"{line.model_dump_json()}\n" for line in baseline.lines)
     write_file(baseline.path, text, "the baseline")
 
 
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """Locks the baseline at `path` from before it is read until it is written.
+    """Locks the baseline at `path`. Hold the lock from before the read until after the write.
 
-    RecordError if another command holds the lock, or the folder cannot be made.
+    Raises RecordError if another command holds the lock, or if the folder cannot be made.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

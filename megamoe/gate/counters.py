@@ -1,9 +1,9 @@
-"""Holds counters and compiler figures against a tracked baseline. Both are whole numbers that repeat exactly.
+"""Compares counters and compiler figures with a tracked baseline. Both are integers that repeat exactly.
 
-megamoe.diff says what differs; this is what the gate makes of it. More of a cost is a regression and closes the gate.
-So does a row or a program that the baseline lacks, and a line of the baseline that has no row any more: nothing leaves
-or enters the baseline unseen. What got better, or is merely different, does not close it but asks to be accepted:
-until then the gain may be lost again unnoticed.
+megamoe.diff finds the differences; this module decides what they mean for the gate. A cost that grew is a regression
+and closes the gate. So does a row or a program that the baseline lacks, or a baseline line whose row is no longer owed:
+nothing enters or leaves the baseline unseen. A change for the better, or a neutral one, does not close the gate but
+asks to be accepted. Until it is accepted, the gain can be lost again without notice.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ REPEATABLE = "vm"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the baseline has to hold. `rows`: what a whole run owes; a row of it that the baseline lacks is new.
+    """What the baseline must hold. `rows`: what a whole run owes; one that the baseline lacks is new.
 
-    `selections`: what was asked of the run at hand; a line of the baseline that they speak of must be among `rows`.
-    `accept` makes the command that accepts a row as it is now.
+    `selections`: the selections of the current run. A baseline line that they cover must be among `rows`. `accept`
+    returns the command that accepts a row as it is now.
     """
 
     rows: Collection[Row]
@@ -37,7 +37,7 @@ class Claim:
     accept: Callable[[Row], str]
 
     def speaks_of(self, row: Row) -> bool:
-        """Whether a run of one of the selections would have this row, if it were still owed."""
+        """Whether a run with one of the selections would include this row, if it were still owed."""
         return any(_would_hold(selection, row) for selection in self.selections)
 
 
@@ -53,9 +53,9 @@ def _would_hold(selection: Selection, row: Row) -> bool:
 def against_baseline(
     baseline: Baseline, claim: Claim, owed: Iterable[Row], records: Iterable[Record], figures: Iterable[Figures]
 ) -> Iterator[Finding]:
-    """What the baseline says of the rows of `owed` that passed; those that did not are the verdict's business."""
+    """Compares the rows of `owed` that passed with the baseline. judge_run handles the rows that did not pass."""
     passed = _passed(owed, records)
-    # Without the digests of inputs, which a device's baseline has: the counters of other inputs are held, too.
+    # Drop input digests, which a device's baseline has: counters are compared even if the inputs differ.
     held = (baseline.records[row].model_copy(update={"input_sha256": {}}) for row in passed if row in baseline.records)
     programs = _programs(row for row in passed if row in claim.rows or row in baseline.records)
     old = Lines(by_key(held), {}, by_key(_of(programs, baseline.figures.values())))
@@ -78,7 +78,7 @@ def against_baseline(
 
 
 def _passed(owed: Iterable[Row], records: Iterable[Record]) -> dict[Row, list[Record]]:
-    """The rows of `owed` that have records, all of them passed."""
+    """The rows of `owed` that have records, if all of these passed."""
     found: dict[Row, list[Record]] = {row: [] for row in owed}
     for record in records:
         if record.row in found:
@@ -87,7 +87,7 @@ def _passed(owed: Iterable[Row], records: Iterable[Record]) -> dict[Row, list[Re
 
 
 def _programs(rows: Iterable[Row]) -> dict[Key, Row]:
-    """Programs, each with the first row that runs it: one command accepts both."""
+    """Programs, each with the first row that runs it. One accept command covers both."""
     programs: dict[Key, Row] = {}
     for row in rows:
         programs.setdefault(Key.of(row).program, row)
@@ -113,7 +113,7 @@ def _whose_change(same_program: bool | None, maker: str) -> str:
 
 
 def _differing(about: str, found: ComparedRow, why: str, row: Row, claim: Claim) -> Finding:
-    """The finding about counters or figures that differ."""
+    """The finding for counters or figures that differ."""
     if found.regression:
         return Finding("regressed", f"regressed: {about}: {found.sentence}{why}", row, accept=claim.accept(row))
     word = "better" if all(one.trend == "better" for one in found.changes) else "changed"
@@ -124,7 +124,7 @@ def _differing(about: str, found: ComparedRow, why: str, row: Row, claim: Claim)
 def _of_program(
     assembled: Sequence[ComparedRow], row: Row, baseline: Baseline, new: Lines, claim: Claim
 ) -> Iterator[Finding]:
-    """What assemblers say of the program of `row`."""
+    """Findings about the compiler figures of the program of `row`."""
     if not assembled and row in claim.rows:
         sentence = f"no compiler figures: {row.case} on {row.backend} {row.target} was not assembled"
         yield Finding("figures", sentence, row)
@@ -134,7 +134,7 @@ def _of_program(
             sentence = f"no compiler figures: the baseline has those of {about}, the records have none"
             yield Finding("figures", sentence, row)
         elif found.call == "NEW":
-            # Of a row that is new as a whole, one finding is enough.
+            # If the whole row is new, its own finding is enough.
             if row in claim.rows and row in baseline.records:
                 sentence = f"new: the baseline has no compiler figures of {about}"
                 yield Finding("new", sentence, row, accept=claim.accept(row))

@@ -1,9 +1,11 @@
-"""Whether lines are evidence at all: of a run whose header is there, about these specs and this code, and in themselves
-consistent. results/attacks.md says what a person who can write the file may still forge, unless it is signed.
+"""Whether lines count as evidence: their run's header is present, specs and code match ours, and no line contradicts
+itself.
 
-A run whose header has no digests is of an older megamoe. Where its lines are of an older schema too, or its file is
-committed as it is, they are taken as they are, and the gate says so; a strict gate closes. Elsewhere any gate closes:
-whoever takes the digests out of a header would else be believed.
+results/attacks.md lists what a person who can write the file can still forge, unless it is signed.
+
+A header without digests comes from an older megamoe. If its lines also have an older schema, or its file is committed
+unchanged, the lines are accepted as they are and the gate says so; a strict gate closes. In every other case the gate
+closes: otherwise removing the digests from a header would be enough to be believed.
 """
 
 from __future__ import annotations
@@ -23,31 +25,34 @@ from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.spec import Spec
 
 CLOSING: Final = {"specs": "the specs", "expected": "the expected failures"}
-"""Digests that must be ours: other bars, or other excuses, would be another question."""
+"""Digests that must equal ours: with other bars or other expected failures, the run answered a different question."""
 MAX_FINDINGS: Final = 20
-"""Of one file: after these, one sentence says how many more there are."""
+"""Findings listed for one file. One more sentence counts the rest."""
 MAX_BAR: Final = 0.5
-"""Of an error: outputs that are all zero have one of 1. The largest bar of the tracked records is 0.021."""
+"""Upper limit for the bar of an error. All-zero outputs have an error of 1. The largest bar in tracked records is
+0.021."""
 CODES: Final = "u8"
 EXACT: Final = frozenset({"exact_sums", "lone_keys"})
-"""Distributions of inputs whose outputs may be held to the oracle bit for bit, as codes are (the ops' `latitude`)."""
+"""Input distributions whose outputs may be compared bit for bit with the oracle, as codes are (see the ops'
+`latitude`)."""
 EXACT_STAGES: Final = frozenset({"combine"})
-"""The same of stages."""
+"""Stages with the same property."""
 MACHINE: Final = "vm"
 NEVER_ZERO: Final = ("minimum_bytes", "instructions_control")
-"""Counters that every run on the machine has: a kernel that ends has executed an instruction that ends it."""
+"""Counters that are positive in every VM run: a kernel that ends has executed the instruction that ends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The files without the lines that count for nothing, and what closes the gate or asks for a run."""
+    """The files without lines that do not count, and findings that close the gate or ask for another run."""
 
     files: tuple[RecordFile, ...]
     findings: tuple[Finding, ...]
 
 
 def checked(files: Sequence[RecordFile], ours: Mapping[str, str], specs: Mapping[str, Spec]) -> Checked:
-    """`files` as evidence. `ours`: the digests of what is here now."""
+    """Filters `files` to the lines that are evidence. `ours`: digests of the current specs, expected failures and
+    code."""
     kept: list[RecordFile] = []
     findings: list[Finding] = []
     headers = [header for file in files for header in file.headers]
@@ -106,7 +111,7 @@ def _of_lines(file: RecordFile, runs: Iterable[str], specs: Mapping[str, Spec]) 
 
 
 def _wrong_with(record: Record, specs: Mapping[str, Spec]) -> str:
-    """What a record says that a pass cannot; "" if it may be one."""
+    """A reason why this record cannot be a pass; "" if there is none."""
     if record.op not in specs:
         return ""
     spec = specs[record.op]
@@ -159,7 +164,7 @@ def _provenance(record: Record, spec: Spec, case: Case) -> str:
 
 
 def _of_digests(lines: Sequence[object]) -> Iterator[Finding]:
-    """Lines that name different programs, or different inputs, for one thing."""
+    """Findings for lines of one run that name different programs, or different inputs, for the same case."""
     programs: dict[tuple[str, ...], str] = {}
     inputs: dict[tuple[str, str, str], str] = {}
     for line in lines:

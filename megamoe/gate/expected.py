@@ -21,17 +21,18 @@ from megamoe.spec.selection import MAX_SEEDS, SelectionError, checked_names, kno
 from megamoe.spec.spec import Spec
 
 MAX_DAYS = 180
-"""How far ahead an entry may expire. Somebody has to look at it again before that."""
+"""Latest expiry of an entry, in days from now, so that each entry is reviewed again."""
 _KINDS = ("random", "late_cta", "late_warp")
 _SCHEDULES = ("eager", "lazy", *(f"{kind}:{number}" for kind in _KINDS for number in range(MAX_SEEDS)))
 
 
 class ExpectedError(Exception):
-    """A file of expected failures that cannot be used; the text names file, line and key, and says what is right."""
+    """A file of expected failures that cannot be used. The text names file, line and key, and says what is right."""
 
 
 class ExpectedEntry(BaseModel):
-    """One known failure. `case` and `schedule` are exact or globs; `example` is the id of one case that shows it."""
+    """One known failure. `case` and `schedule` are exact names or globs; `example` is the id of one case that shows
+    it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,7 +53,7 @@ class ExpectedEntry(BaseModel):
         return self
 
     def matches(self, row: Row) -> bool:
-        """Whether this entry speaks about `row`."""
+        """Whether this entry applies to `row`."""
         return (
             (self.backend, self.target, self.executor) == (row.backend, row.target, row.executor)
             and fnmatchcase(row.case, self.case)
@@ -62,13 +63,13 @@ class ExpectedEntry(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """An entry and where it stands: "expected.yaml, line 12"."""
+    """An entry and its place in the file, such as "expected.yaml, line 12"."""
 
     entry: ExpectedEntry
     where: str
 
     def staleness(self, specs: Mapping[str, Spec], today: date) -> str | None:
-        """Why this entry no longer means anything, as a sentence; None while it does."""
+        """A sentence that says why this entry is stale; None if it is not."""
         entry = self.entry
         if entry.expires < today:
             return f"{self.where}: the entry for {entry.case} expired on {entry.expires}; fix the kernel or renew it"
@@ -96,7 +97,7 @@ class Expectation:
 
 
 def stale_entries(expected: Iterable[Expectation], specs: Mapping[str, Spec], today: date) -> tuple[str, ...]:
-    """A sentence for each entry that no longer means anything."""
+    """One sentence for each stale entry."""
     return tuple(sentence for one in expected if (sentence := one.staleness(specs, today)))
 
 

@@ -1,5 +1,7 @@
-"""Whether the shards of a run set are all there, and of one tree. A shard that is not there is one sentence, not one a
-row; more than MAX_NAMED of them are one sentence together."""
+"""Checks that all shards of a run set are present and come from one tree.
+
+A missing shard is one finding, not one per row. More than MAX_NAMED missing shards share one finding.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,16 @@ from megamoe.spec.selection import SelectionError
 
 _Member = tuple[RunHeader, Shard, Sequence[Row]]
 Cutter = Callable[[Sequence[Row], int], Cut]
-"""How rows are cut into that many shards here and now."""
+"""Cuts rows into that many shards, with the current specs and code."""
 Again = Callable[[RunHeader, str], str]
-"""The command that runs another shard of the run set of a header: at this index, which may be a word of a shell."""
+"""Returns the command that runs another shard of a header's run set. The index may be a shell word."""
 MAX_NAMED: Final = 8
-"""Missing shards of a run set that have a sentence each."""
+"""Up to this many missing shards of a run set get a finding each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """Shards without a run: one finding for each, and the rows that it speaks for."""
+    """The findings about missing shards, and the rows that they cover."""
 
     findings: tuple[Finding, ...] = ()
     rows: frozenset[Row] = frozenset()
@@ -33,9 +35,9 @@ class Absent:
 def absent_shards(
     headers: Iterable[tuple[RunHeader, Sequence[Row]]], recorded: Collection[Row], cutter: Cutter, again: Again
 ) -> Absent:
-    """What is not there of the run sets that `headers` belong to. With each header go the rows of its selection.
+    """Finds the missing shards of the run sets of `headers`. Each header comes with the rows of its selection.
 
-    `recorded`: rows that have a record; no finding speaks for one of them. `again`: what a person can do about it.
+    `recorded`: rows that have a record; no finding covers them. `again`: makes the command that runs a missing shard.
     """
     sets: dict[str, list[_Member]] = {}
     for header, rows in headers:
@@ -65,7 +67,8 @@ def absent_shards(
 
 
 def shards_twice(headers: Iterable[RunHeader], records: Iterable[Record]) -> list[Finding]:
-    """A shard of which two runs have the same row. A run that was resumed has rows that the run before lacks."""
+    """Findings for shards in which two runs recorded the same row. A resumed run only has rows that the first one
+    lacks."""
     shards = {header.run: header.shard for header in headers if header.shard is not None}
     runs_of: dict[tuple[str, int, Row], dict[str, None]] = {}
     for record in records:
@@ -82,7 +85,7 @@ def shards_twice(headers: Iterable[RunHeader], records: Iterable[Record]) -> lis
 def _rows_by_shard(
     shard: Shard, rows: Sequence[Row], recorded: Collection[Row], cutter: Cutter
 ) -> Mapping[int, list[Row]]:
-    """Rows without a record by the index of their shard; under 0 where rows are cut in another way today."""
+    """Rows without a record, by shard index. All of them under 0 if the rows would be cut differently today."""
     left = [row for row in rows if row not in recorded]
     try:
         now = cutter(rows, shard.count)
@@ -108,7 +111,7 @@ def _many_missing(shard: Shard, missing: Sequence[int], command: str) -> Finding
 
 
 def _in_words(numbers: Sequence[int]) -> Iterator[str]:
-    """Rising numbers as words of a shell, those that follow each other as one."""
+    """Ascending numbers as shell words; consecutive numbers become one word."""
     ends = [at for at, one in enumerate(numbers, 1) if at == len(numbers) or numbers[at] != one + 1]
     for start, end in zip([0, *ends], ends, strict=False):
         first, last = numbers[start], numbers[end - 1]
@@ -116,7 +119,7 @@ def _in_words(numbers: Sequence[int]) -> Iterator[str]:
 
 
 def _of_two_trees(name: str, found: Sequence[_Member]) -> Iterator[Finding]:
-    """Headers of one run set that do not tell of the same specs, expected failures, code and revision."""
+    """Findings for headers of one run set that disagree on specs, expected failures, code or revision."""
     first, _, _ = found[0]
     for told in ("revision", *sorted({key for head, _, _ in found for key in head.digests})):
         other = next((one for one in found if _told(one[0], told) != _told(first, told)), None)

@@ -1,6 +1,6 @@
-"""Holds the records of a run against the rows that it owed, and fails closed.
+"""Compares the records of a run with the rows that it owed, and fails closed.
 
-This half needs no baseline: rows that are missing or did not pass, and expectations that no longer hold.
+This half needs no baseline: it finds rows that are missing or did not pass, and expectations that no longer hold.
 megamoe.gate.counters is the other half: counters and compiler figures.
 """
 
@@ -36,11 +36,11 @@ FindingKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence of the gate. `row` is None if it is about no single row.
+    """One sentence of the gate. `row` is None if it is not about a single row.
 
-    `closes`: whether it closes the gate. If not, it only asks: to renew a baseline that is worse than what was seen, or
-    to run again what was run at another revision. `accept` is the command that accepts the change, None where only a
-    fix will do.
+    `closes`: whether it closes the gate. Otherwise it only asks the reader to renew a baseline that is worse than what
+    was seen, or to run again what was run at another revision. `accept` is the command that accepts the change, None if
+    only a fix will do.
     """
 
     kind: FindingKind
@@ -55,9 +55,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the gate found. `counts`: the owed rows by their worst status. `records`: the worst record of each.
+    """What the gate found. `counts`: owed rows by their worst status. `records`: the worst record of each row.
 
-    `excused`: the rows of which every record failed as expected, with the entry that expects it.
+    `excused`: rows whose records all failed as expected, with the entry that expects it.
     """
 
     findings: tuple[Finding, ...]
@@ -69,7 +69,7 @@ class Verdict:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Sentences, empty when the gate is open."""
+        """The findings that close the gate, as sentences. Empty if the gate is open."""
         return tuple(str(finding) for finding in self.findings if finding.closes)
 
     @property
@@ -84,7 +84,7 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """One line: "72 passed, 0 failed", then every other count that is not zero."""
+        """One line: "72 passed, 0 failed", then every other nonzero count."""
         parts = [f"{self.counts.get(name, 0)} {name}" for name in ("passed", "failed")]
         parts += [f"{self.counts[name]} {name}" for name in STATUSES[2:] if self.counts.get(name)]
         parts += [f"{self.missing} missing"] if self.missing else []
@@ -95,7 +95,7 @@ class Verdict:
         return ", ".join(parts)
 
     def with_findings(self, more: Iterable[Finding], strict: bool = False) -> Verdict:
-        """This verdict with more findings. `strict`: those that only ask close the gate, too."""
+        """This verdict with more findings. With `strict`, findings that only ask close the gate too."""
         found = (*self.findings, *more)
         return replace(self, findings=tuple(replace(one, closes=True) for one in found) if strict else found)
 
@@ -108,11 +108,11 @@ def judge_run(
     passed_before: Collection[Row] = (),
     specs: Path | None = None,
 ) -> Verdict:
-    """The verdict on a run. `stale` are sentences about entries that no longer mean anything: each closes the gate.
+    """The verdict on a run. `stale`: sentences about expectations that no longer apply; each closes the gate.
 
-    Of several records of one row each is held against the expectation: none hides another. A record of a row that was
-    not owed closes the gate unless it passed. `passed_before`: rows of the baseline, so that a sentence can say what
-    got worse. `specs`: the folder of the specs that the run was given, for commands.
+    If a row has several records, each one must meet the expectation: none hides another. A record of a row that was not
+    owed closes the gate unless it passed. `passed_before`: rows of the baseline, so that a sentence can say what got
+    worse. `specs`: the spec folder of the run, used in commands.
     """
     by_row: dict[Row, list[Record]] = {}
     for record in records:
@@ -145,7 +145,7 @@ def judge_run(
 def _closing(
     row: Row, records: Sequence[Record], entries: Sequence[Expectation], passed_before: bool, specs: Path | None
 ) -> list[Finding]:
-    """Why a row closes the gate; of records that say the same, one finding."""
+    """Why a row closes the gate. Records that say the same give one finding."""
     if not records:
         return [Finding("missing", f"missing: there is no record of {row}. Rerun: {row.rerun_with(specs)}", row)]
     problems = dict.fromkeys(_problem(record, entries, passed_before) for record in records)
@@ -171,9 +171,10 @@ def _problem(record: Record, entries: Sequence[Expectation], passed_before: bool
 def open_line(
     verdict: Verdict, baseline: Baseline | None, records: Iterable[Record], figures: Iterable[Figures]
 ) -> str:
-    """One sentence about a verdict that passed: rows, their counters, and the figures of their programs, each once.
+    """One sentence for a verdict that passed: rows, their counters, and the figures of their programs, each counted
+    once.
 
-    `baseline`: None if the run was held against none.
+    `baseline`: None if the run was compared with none.
     """
     passed = {record.row: record for record in records if record.status == "passed" and record.row in verdict.records}
     if baseline is None:
@@ -201,5 +202,5 @@ def _number(count: int, name: str) -> str:
 
 
 def _shown(path: Path) -> str:
-    """Our baseline by its place in the repository, another one as it was given."""
+    """One of our baselines as a path in the repository; any other path as given."""
     return str(path.relative_to(BASELINES.parents[1]) if path.is_relative_to(BASELINES) else path)

@@ -1,8 +1,8 @@
-"""The memory of a kernel under test: guard bands around every tensor, poisoned outputs, sealed inputs.
+"""Memory for a kernel under test: guard bands around every tensor, poisoned outputs, sealed inputs.
 
 Each tensor lies between two bands of a position-dependent pattern. It starts at a multiple of 256 bytes: enough for
-tensor maps and the widest accesses, and what a fresh device allocation has. The upper band follows without a gap, so
-that a store one byte past a ragged end shows.
+tensor maps and the widest accesses, and the alignment of a fresh device allocation. The upper band follows without a
+gap, so a store one byte past a ragged end is detected.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 SEAL_BYTES: Final = 4096
-# Bytes compared at once on a device. A comparison needs as much memory again for its result.
+# Bytes compared at once on a device. The result of a comparison needs as much memory again.
 _CHUNK: Final = 1 << 30
 
 
 class Seal(Protocol):
-    """A seal on the memory of a tensor (a vector of uint8), made when it was filled."""
+    """A seal on a tensor's memory (a vector of uint8), made after the memory was filled."""
 
     def whole(self, body: torch.Tensor) -> torch.Tensor:
-        """bool scalar on the device of `body`: True if nothing has changed."""
+        """Returns a bool scalar on the device of `body`: True if nothing has changed."""
         ...
 
     def broken(self, body: torch.Tensor) -> list[int]:
@@ -44,15 +44,15 @@ class Seal(Protocol):
         ...
 
     def sha256(self) -> str:
-        """Hexadecimal SHA-256 over the digests of the blocks as sealed: a function of the bytes alone."""
+        """Hexadecimal SHA-256 over the digests of the sealed blocks. Depends on the bytes alone."""
         ...
 
 
 def seal(body: torch.Tensor, given: torch.Tensor | None = None) -> Seal:
-    """Seals `body`: by digests in host memory; on a device by a copy there, so that checking needs no transfer.
+    """Seals `body`: with digests in host memory, or with a copy on its device, so that checking needs no transfer.
 
-    `given`: a tensor of the same bytes that nobody changes. On the device of `body` it is that copy, if it lies in
-    words.
+    `given`: a tensor with the same bytes that nobody changes. It serves as the copy if it is on the device of `body`,
+    contiguous and 8-byte aligned.
     """
     if body.device.type == "cpu":
         return Digests(body)
@@ -66,7 +66,7 @@ def _lies_in_words(tensor: torch.Tensor) -> bool:
 
 
 class Digests:
-    """The SHA-256 of every block, as a program could keep sums."""
+    """Seals with the SHA-256 of every block; a kernel could preserve plain sums while it changes bytes."""
 
     def __init__(self, body: torch.Tensor) -> None:
         self._hashes = _hashes(body)
@@ -86,7 +86,7 @@ class Digests:
 
 
 class SealedCopy:
-    """A copy of the bytes on the same device, which nobody changes."""
+    """Seals with a copy of the bytes on the same device. Nobody changes the copy."""
 
     def __init__(self, copy: torch.Tensor) -> None:
         self._bytes = copy
@@ -113,11 +113,11 @@ class SealedCopy:
 
 
 HASHED: Final = 1 << 29
-"""Bytes of a tensor up to which its blocks are digested by SHA-256, on the host."""
+"""Tensors of up to this many bytes are digested by SHA-256 on the host."""
 
 
 def _digests(body: torch.Tensor) -> list[bytes]:
-    """Of each block; 128 bits by integer arithmetic, on the device of `body`, if there are more than HASHED bytes."""
+    """One digest per block: SHA-256, or 128 bits of integer arithmetic on the device for more than HASHED bytes."""
     if body.numel() > HASHED:
         mixed = _mixed(body).cpu().numpy()
         return [one.tobytes() for one in mixed]
@@ -130,7 +130,7 @@ def _hashes(body: torch.Tensor) -> list[bytes]:
 
 
 def _mixed(body: torch.Tensor) -> torch.Tensor:
-    """int64 [blocks, 2]: two sums over scrambled words, each by its place; 0 fills up the last block."""
+    """int64 [blocks, 2]: two position-dependent sums over scrambled words. The last block is padded with 0."""
     words = SEAL_BYTES // 8
     places = scrambled(torch.arange(2 * words, device=body.device)).view(2, words)
     found: list[torch.Tensor] = []
@@ -145,7 +145,7 @@ ALIGNMENT: Final = 256
 POISON_RUN: Final = 16
 
 # Quiet NaNs with a payload that no conversion or arithmetic produces (those give 0x7FFF, facts.md 7.3). A format
-# without NaN payloads has its only NaN here, an integer a pattern that is neither zero nor all ones.
+# without NaN payloads gets its only NaN, an integer a pattern that is neither zero nor all ones.
 POISON: Final[Mapping[torch.dtype, bytes]] = {
     torch.bfloat16: b"\xd5\x7f",
     torch.float16: b"\x55\x7f",
@@ -158,7 +158,7 @@ POISON: Final[Mapping[torch.dtype, bytes]] = {
     torch.int64: b"\xa5\xa5\xa5\xa5\xa5\xa5\xa5\xa5",
 }
 
-# Far enough from 1 to show in every output, and near enough that no narrow format loses the values.
+# Far enough from 1 to change every output, near enough to 1 that no narrow format loses the values.
 _SCALES: Final = tuple(step / 128 for step in range(64, 105))
 
 # Size in bytes -> the integers of that size.
@@ -187,7 +187,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -213,9 +213,9 @@ class _Plot:
 class Arena:
     """The tensors of one case, by name, in `tensors`. Inputs are copied in; outputs hold POISON until written.
 
-    All lie in one block of memory. `guard`: bytes of each band, a positive multiple of 256. `shared`: a block of
-    `block_bytes` bytes (uint8, aligned) that another process sees too. Inputs that are on `device`, if that is none of
-    the host, must stay as they are: they seal their copies. ValueError if an input is missing, superfluous, or of the
+    All tensors lie in one block of memory. `guard`: bytes of each band, a positive multiple of 256. `shared`: a block
+    of `block_bytes` bytes (uint8, aligned) that another process maps too. Inputs that already lie on a non-host
+    `device` must not change: they seal their copies. Raises ValueError if an input is missing, superfluous, or has the
     wrong shape or dtype.
     """
 
@@ -274,9 +274,11 @@ class Arena:
         self.tensors: dict[str, torch.Tensor] = {name: plot.tensor for name, plot in self._plots.items()}
 
     def taken(self) -> None:
-        """Moves the outputs to a private copy of them as they are now, which nobody else can change, and lets go of the
-        block. Inputs are looked at here for the last time, and are no tensors of the arena any more."""
-        # Outputs first: to look at large inputs takes long enough for one who still writes.
+        """Moves the outputs to a private copy that no other process can change, and releases the block.
+
+        Inputs are checked here for the last time. Afterwards they are no longer tensors of the arena.
+        """
+        # Outputs first: checking large inputs takes long enough for a late writer to change them.
         private = {name: plot.memory.clone() for name, plot in self._plots.items() if name not in self._seals}
         self._found = {name: self._damage_to(name) for name in self._seals}
         self._block = self._block.new_empty(0)
@@ -286,7 +288,7 @@ class Arena:
 
     @property
     def told(self) -> list[dict[str, object]]:
-        """Where each tensor lies in the block: its name, offset in bytes, shape, and dtype as torch calls it."""
+        """Where each tensor lies in the block: name, offset in bytes, shape, and torch's dtype name."""
         return [
             {
                 "name": name,
@@ -304,7 +306,7 @@ class Arena:
 
     @property
     def input_sha256(self) -> dict[str, str]:
-        """Hexadecimal SHA-256 of every input as handed in, over the digests of its blocks (Seal.sha256)."""
+        """Hexadecimal SHA-256 of every input as given, over the digests of its blocks (Seal.sha256)."""
         return {name: sealed.sha256() for name, sealed in self._seals.items()}
 
     def poison(self) -> None:
@@ -318,9 +320,10 @@ class Arena:
 
     @contextmanager
     def scaled_inputs(self, seed: int, without: Collection[str] = ()) -> Iterator[None]:
-        """Within it, every floating-point input is multiplied by a number of _SCALES, another one for each.
+        """Within the context, multiplies every floating-point input by its own number from _SCALES.
 
-        `seed` draws the numbers: the same ones give the same inputs, bit for bit. `without`: inputs that stay.
+        `seed` draws the numbers: the same seed gives the same inputs, bit for bit. `without`: inputs to leave
+        unchanged.
         """
         floats = self.scalable(without)
         given = {name: self.tensors[name].clone() for name in floats}
@@ -349,14 +352,14 @@ class Arena:
         return int(left.sum())
 
     def intact(self) -> bool:
-        """Whether all guard bands and inputs are unchanged: a quick `damage` without words."""
+        """Whether all guard bands and inputs are unchanged. Faster than `damage`, which describes the changes."""
         guard = self._pattern.numel()
         bands = [band for plot in self._plots.values() for band in (plot.memory[:guard], plot.memory[-guard:])]
         seals = [sealed.whole(self._plots[name].body) for name, sealed in self._seals.items()]
         return bool(torch.stack([*((band == self._pattern).all() for band in bands), *seals]).all())
 
     def damage(self) -> str | None:
-        """A sentence on every changed guard band and input. None if there is no damage."""
+        """Describes every changed guard band and input. None if there is no damage."""
         found = [sentence for name in self._plots for sentence in self._damage_to(name)]
         return "; ".join(found) or None
 
@@ -424,7 +427,7 @@ def coordinate(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _in_runs(hit: torch.Tensor, length: int) -> torch.Tensor:
-    """bool [n]: elements of `hit` (bool [n]) in a run of at least `length` hits."""
+    """bool [n]: elements of `hit` (bool [n]) that are in a run of at least `length` hits."""
     _, counts = torch.unique_consecutive(hit, return_counts=True)
     return hit & (counts >= length).repeat_interleave(counts)
 
@@ -447,12 +450,12 @@ def _check(layouts: Mapping[str, Layout], inputs: Mapping[str, torch.Tensor], gu
 
 
 def _pattern(guard: int, device: str | torch.device) -> torch.Tensor:
-    # 167 is odd, so all 256 byte values occur, and a shifted copy of the band differs from it everywhere.
+    # 167 is odd, so all 256 byte values occur and a shifted copy of the band differs everywhere.
     return ((torch.arange(guard) * 167 + 89) % 256).to(torch.uint8).to(device)
 
 
 def block_bytes(layouts: Mapping[str, Layout], guard: int = ALIGNMENT) -> int:
-    """Bytes of the block that an arena of these tensors needs."""
+    """Bytes of the block for an arena of these tensors."""
     return sum(_aligned(layout.nbytes + 2 * guard) for layout in layouts.values())
 
 
@@ -468,11 +471,11 @@ def _block(size: int, device: str | torch.device) -> torch.Tensor:
 
 @contextmanager
 def shared_block(size: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """A block of `size` zero bytes, and the descriptor by which another process finds it. Its size is fixed."""
+    """A zeroed block of `size` bytes, and the descriptor that another process maps it by. Its size is fixed."""
     descriptor = os.memfd_create("megamoe-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, max(size, 1))
-        # Whoever could shrink it would end the process that reads it.
+        # A process that could shrink it could crash its readers.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         yield descriptor, torch.frombuffer(mmap.mmap(descriptor, max(size, 1)), dtype=torch.uint8)
     finally:
@@ -481,15 +484,17 @@ def shared_block(size: int) -> Iterator[tuple[int, torch.Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """A block of memory that another process maps: in host memory by a descriptor, on a device by a handle."""
+    """A block of memory that another process maps: host memory by a descriptor, device memory by a handle."""
 
     block: torch.Tensor
     descriptor: int | None = None
     handle: Mapping[str, object] | None = None
 
     def give_up(self) -> None:
-        """Says in place of a process that has ended that it maps the block no more: torch would keep it for that one,
-        as long as this process lives. Call it while the block is there."""
+        """Releases the block on behalf of a process that has ended. Call it while the block still exists.
+
+        Otherwise torch keeps the block for that process as long as this one lives.
+        """
         if self.handle is not None:
             torch.UntypedStorage._release_ipc_counter_cuda(  # pyright: ignore[reportPrivateUsage]
                 bytes.fromhex(str(self.handle["counter"])), self.handle["counter_offset"]
@@ -508,22 +513,22 @@ def lent_block(size: int, device: str) -> Iterator[Lent]:
 
 
 def is_cuda(device: str) -> bool:
-    """Whether a torch device is one of CUDA's."""
+    """Whether a torch device is a CUDA device."""
     return torch.device(device).type == "cuda"
 
 
 ON_DEVICE: Final = 1 << 28
-"""Bytes of tensors from which on a case is drawn, judged and kept on the device that runs it."""
+"""A case with at least this many bytes of tensors is drawn, judged and kept on the device that runs it."""
 
 
 def home_of(layouts: Mapping[str, Layout], device: str) -> str:
-    """Where the judge has the tensors and references of a case that runs on `device`: there if they are large, else on
-    the CPU."""
+    """Where the judge keeps the tensors and references of a case that runs on `device`: there if they are large, else
+    on the CPU."""
     return device if is_cuda(device) and block_bytes(layouts) >= ON_DEVICE else "cpu"
 
 
 def give_device_memory_back() -> None:
-    """Returns what this process holds of the device and does not use, so that others find it."""
+    """Returns this process's unused device memory, so that other processes can allocate it."""
     if torch.cuda.is_initialized():
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
@@ -533,9 +538,9 @@ MIN_SEGMENT: Final = 32 << 20
 
 
 def device_block(size: int, device: str) -> tuple[Mapping[str, object], torch.Tensor]:
-    """A block of `size` bytes on a CUDA device, and the handle by which another process maps it, as data.
+    """A block of `size` bytes on a CUDA device, and the handle (as data) that another process maps it by.
 
-    It lies in a segment of its own: the other process sees the whole segment.
+    The block has a segment of its own, because the other process maps the whole segment.
     """
     with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
         raw = torch.empty(max(size, MIN_SEGMENT), dtype=torch.uint8, device=device)

@@ -1,13 +1,13 @@
-"""Looks for what a process keeps in mind: a row that passed is run again, in ways that its code could not foresee.
+"""Detects remembered results: reruns a row that passed, in ways that its code could not foresee.
 
-The program runs on other inputs, of a seed drawn now, and must be right on them: an output that was kept, precomputed
-or read from a file is not. Then it runs on the first inputs again, in the same process and in a new one, and must do
-what it did: on a machine whose runs repeat bit for bit the same bits and counters, on another a right result.
+The program runs on other inputs, from a seed drawn now, and must be right on them. An output that was cached,
+precomputed or read from a file is wrong there. Then it runs on the first inputs again, in the same process and in a new
+one. An executor that repeats bit for bit must give the same bits and counters; another one must give a right result.
 
-That costs three runs and one oracle. So it is done for a sample: of each op, backend, target, executor and shapes of
-large inputs the row with the least work, unless it ran for more than MAX_CHOSEN_S, and of the rows that ran for at most
-MAX_DRAWN_S one in AUDITED_OF at random. A kernel that is wrong in rows that nobody audits, and knows which, is not
-noticed.
+That costs three runs and one oracle, so it is done for a sample. Of each op, backend, target, executor and shapes of
+large inputs, the row with the least work is audited, unless it ran for more than MAX_CHOSEN_S. Of the rows that ran for
+at most MAX_DRAWN_S, one in AUDITED_OF is drawn at random. A kernel that is wrong only in rows that are not audited, and
+that can tell them apart, goes unnoticed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ REPEATABLE: Final = "vm"
 
 @dataclass(frozen=True, slots=True)
 class Audits:
-    """Which rows are audited: those chosen, and some at random."""
+    """Which rows are audited: the chosen ones, and some at random."""
 
     chosen: frozenset[Row]
 
     def due(self, row: Row, seconds: float) -> bool:
-        """Whether `row`, which passed after a run of `seconds`, is to be audited."""
+        """Whether to audit `row`, which passed after a run of `seconds`."""
         if row in self.chosen:
             return seconds <= MAX_CHOSEN_S
         return seconds <= MAX_DRAWN_S and secrets.randbelow(AUDITED_OF) == 0
@@ -49,7 +49,7 @@ class Audits:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """One row, its program, and the run by which it passed."""
+    """One row, its program, and the run that passed."""
 
     row: Row
     spec: Spec
@@ -82,7 +82,7 @@ class Audit:
     def _run(self, expected: Expected, fresh: bool = False) -> Ran:
         built = self.built
         if fresh and built.call is not None:
-            # A Python call lives in its process; a new one has to build it again.
+            # A Python call lives in its process, so a new process has to build it again.
             self.runners.end_builder(self.row)
             built = self.runners.build(self.row, self.expected.case, self.deadline)
         tensors = (self.spec, expected.case, expected.inputs)

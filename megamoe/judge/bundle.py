@@ -1,4 +1,4 @@
-"""Write a failure to disk: tensors, PTX, sentence, error map, and the command that reruns the row."""
+"""Writes a failure to disk: tensors, PTX, sentence, error map, and the command that reruns the row."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 HEAT_ROWS, HEAT_COLUMNS = 32, 64
 MAX_TRACEBACK = 100_000
 MAX_KEPT = 1 << 28
-"""Bytes of tensors, and of an error, that a bundle takes: a row has gigabytes, and its rerun makes them again."""
+"""Limit in bytes for the tensors, and for an error array, of a bundle. A row may have gigabytes; its rerun makes them
+again."""
 _SHADES = " .:-=+*#%@"
 
 
 @dataclass(slots=True)
 class BundleContents:
-    """What the judge knows about a row that did not pass. None: it did not get that far."""
+    """What the judge knows about a row that did not pass. None for steps that were not reached."""
 
     sentence: str = ""
     traceback: str | None = None
@@ -42,12 +43,12 @@ class BundleContents:
 
 
 def bundle_name(row: Row) -> str:
-    """A folder name for `row`, in characters that every file system takes."""
+    """A folder name for `row`, in characters that every file system accepts."""
     return file_name("-".join(row))
 
 
 def unwritten(write: Callable[[], object]) -> str:
-    """Why `write` could not write evidence, "" if it could: a full disk takes evidence and never a verdict."""
+    """Why `write` could not write evidence, "" if it could. A full disk costs the evidence, never the verdict."""
     try:
         write()
     except (OSError, RecordError, ValueError, RuntimeError) as error:
@@ -59,10 +60,10 @@ def write_bundle(folder: Path, row: Row, contents: BundleContents, specs: Path |
     """Writes the bundle of `row` under `folder` and returns its folder. Replaces an earlier bundle of the same row.
 
     tensors.pt holds {"inputs", "outputs", "oracle"} for torch.load. For every output, NAME.error.npy is the absolute
-    error against the oracle (float64, NaN where the output is NaN), and NAME.error.txt a heat map of it; for none that
-    was not written at all, as after a launch that was refused. What has more than MAX_KEPT bytes is left out, but for
-    the heat map. `specs`: the folder of specs that the run was given. OSError if it cannot be written; then there is
-    none of this row.
+    error against the oracle (float64, NaN where the output is NaN) and NAME.error.txt a heat map of it. An output that
+    was never written, as after a refused launch, has neither. Anything above MAX_KEPT bytes is left out, except the
+    heat map. `specs`: the spec folder of the run. Raises OSError if the bundle cannot be written; then the row has
+    none.
     """
     place = folder / bundle_name(row)
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ def write_bundle(folder: Path, row: Row, contents: BundleContents, specs: Path |
         try:
             _fill(part, row, contents, specs)
         except RuntimeError as error:
-            # What torch.save raises where the disk is full.
+            # torch.save raises RuntimeError when the disk is full.
             raise OSError(errno.EIO, shortened(str(error))) from error
         os.replace(part, place)
     return place
@@ -95,7 +96,7 @@ def _fill(place: Path, row: Row, contents: BundleContents, specs: Path | None) -
 
 
 def _rerun(row: Row, specs: Path | None) -> str:
-    """A script that judges the row again: in the folder and with the Python of this run, wherever it is called."""
+    """A script that judges the row again, in this run's folder and with its Python, wherever it is called."""
     here, programs = shlex.quote(str(Path.cwd())), shlex.quote(str(Path(sys.executable).parent))
     return f'#!/bin/sh\ncd {here} && PATH={programs}:"$PATH" && {row.rerun_with(specs)}\n'
 
@@ -132,7 +133,8 @@ def _write_tensors(
 
 
 def heat_map(name: str, error: NDArray[np.float64]) -> str:
-    """A text picture of `error` [..., columns]. Leading axes fold into rows; a cell shows the worst of its block.
+    """A text picture of `error` [..., columns]. Leading axes fold into rows; a character shows the worst error of its
+    block.
 
     Shades are logarithmic steps from the smallest to the largest error shown. "?" marks a NaN or infinity.
     """

@@ -1,11 +1,12 @@
-"""Judge rows on a Ray cluster: a row is a task, its record comes back with its evidence, one file takes them all.
+"""Judges rows on a Ray cluster: each row is a task, its record comes back with its evidence, and one file takes them
+all.
 
-A task needs one unit of what its row runs on (`resource_of`): nodes declare how much they have, as in `ray start
---resources '{"vm": 8}'` or '{"H200": 1}'. Ray runs a task again elsewhere when its node dies. So a lost node costs
-time and no row. Within a task all is as in a worker of this host (megamoe.judge.isolated).
+A task needs one unit of the resource that its row runs on (`resource_of`). Nodes declare how much they have, as in `ray
+start --resources '{"vm": 8}'` or '{"H200": 1}'. When a node dies, Ray reruns its tasks elsewhere, so a lost node costs
+time but no row. A task judges its row as a worker of this host does (megamoe.judge.isolated).
 
-A node needs the same tree at the same place as the command, or one installed: a task compares the digests of the code.
-Nothing is read from a shared file system; what a row leaves (programs, outputs, bundles) travels back as bytes.
+A node needs the command's tree at the same path, or an installed one; a task compares the digests of the code. Nothing
+is read from a shared file system: what a row writes (programs, outputs, bundles) travels back as bytes.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ if TYPE_CHECKING:
     from megamoe.judge.judge import Bench
 
 LOCAL: Final = "local"
-"""An address: a cluster of this host alone, made for this run."""
+"""The address that means a cluster of this host alone, started for this run."""
 DEVICES: Final[Mapping[str, tuple[str, ...]]] = {"sm_90a": ("H200", "H100"), "sm_100a": ("B200", "GB200")}
-"""Resources of nodes with a device, by the target that it runs."""
+"""Resource names of device nodes, by the target that they run."""
 MAX_TRIES: Final = 4
 MAX_CARRIED: Final = 256 << 20
-"""Bytes that one row sends back beside its record."""
+"""Limit in bytes for what one row sends back besides its record."""
 NO_NODE_S: Final = 30.0
-"""How long no node may offer what a row needs, before the row is given up."""
+"""A row is given up after no node has offered its resource for this long."""
 _POLL_S: Final = 0.5
 _DEATHS: Final = ("WorkerCrashedError", "NodeDiedError", "LocalRayletDiedError", "ObjectLostError")
-"""What Ray raises for a task whose process or node has died as often as it was tried."""
+"""What Ray raises when a task's process or node died on every try."""
 _FOLDERS: Final = ("failures", "outputs", "programs")
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a node is told of a row. `folder`, `path`: where the command runs and searches modules; `code`: the digest
-    of its tree."""
+    """What a node needs to judge a row. `folder`, `path`: the command's working folder and module search path; `code`:
+    the digest of its tree."""
 
     row: Row
     audited: bool
@@ -65,14 +66,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What comes back: a record, and files by their path in the folders of RunSettings, such as "programs/HASH.ptx"."""
+    """What a node returns: a record, and files by path in the folders of RunSettings, such as "programs/HASH.ptx"."""
 
     record: Record
     files: Mapping[str, bytes]
 
 
 def resource_of(row: Row, offered: Mapping[str, float]) -> str:
-    """What a node must offer to run `row`: "vm", or the name of a device of its target."""
+    """The resource that a node must offer to run `row`: "vm", or a device name of its target."""
     if row.executor == DEFAULT_EXECUTOR or ":" in row.executor:
         return DEFAULT_EXECUTOR
     devices = DEVICES[row.target]
@@ -84,9 +85,9 @@ def resource_of(row: Row, offered: Mapping[str, float]) -> str:
 
 @contextmanager
 def joined(address: str, jobs: int) -> Iterator[None]:
-    """The cluster at `address`, or LOCAL with a slot for each of `jobs`; at the end the tasks of this process end.
+    """Joins the cluster at `address`, or LOCAL with `jobs` slots. On exit the tasks of this process end.
 
-    SelectionError if Ray is not installed, or there is no such cluster.
+    Raises SelectionError if Ray is not installed or there is no such cluster.
     """
     try:
         ray = _ray()
@@ -94,7 +95,7 @@ def joined(address: str, jobs: int) -> Iterator[None]:
         raise SelectionError(
             f"--ray needs Ray, which is not installed: in a checkout, pip install -e '.[ray]' ({error})"
         ) from None
-    # What it would send home, and a warning about devices that it hides from tasks which ask for none.
+    # Turns off Ray's usage reports, and a warning about devices that Ray hides from tasks that request none.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     where = {"num_cpus": jobs, "resources": {DEFAULT_EXECUTOR: jobs}} if address == LOCAL else {"address": address}
@@ -113,7 +114,7 @@ def _ray() -> Any:
 
 
 def task_of(row: Row, specs: Path | None, audited: bool = False) -> Task:
-    """What a node is told of `row`."""
+    """The task that judges `row`."""
     return Task(row, audited, os.getcwd(), tuple(sys.path), digests_of(specs)["code"])
 
 
@@ -129,9 +130,9 @@ Call = tuple[Callable[..., object], tuple[object, ...]]
 
 
 def shared_out(calls: Iterable[tuple[Row, Call]]) -> Iterator[tuple[Row, object]]:
-    """Calls each function on a node that can run its row. The row and what was returned, or a Failure, as they finish.
+    """Calls each function on a node that can run its row. Yields the row and the result, or a Failure, as they finish.
 
-    The functions return as often as a node does not die, MAX_TRIES times at most.
+    If the process or node dies, Ray calls the function again, MAX_TRIES times in all at most.
     """
     ray = _ray()
     pending: dict[Any, Row] = {}
@@ -173,7 +174,7 @@ def _returned(ray: Any, finished: Any) -> object:
 
 
 def judged_on_cluster(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
-    """As megamoe.judge.run.judged, on the cluster that this process has `joined`."""
+    """Like megamoe.judge.run.judged, on the cluster that this process has `joined`."""
     audited = chosen_for_audits(rows, settings.specs)
     told = _ray().put(settings)
     tasks = [replace(task_of(rows[0], settings.specs), row=row, audited=row in audited) for row in rows]
@@ -182,7 +183,7 @@ def judged_on_cluster(rows: Sequence[Row], settings: RunSettings) -> Generator[R
 
 
 def _record(row: Row, answer: object, settings: RunSettings) -> Record:
-    """The record of a finished task, whose files are written to the folders of `settings`."""
+    """The record of a finished task. Writes the task's files to the folders of `settings`."""
     if isinstance(answer, Failure):
         return record_of(settings.run, row, answer.status, answer.sentence, specs=settings.specs)
     assert isinstance(answer, Judged)
@@ -192,7 +193,7 @@ def _record(row: Row, answer: object, settings: RunSettings) -> Record:
         if answer.record.status == "passed":
             why = f"its evidence cannot be kept: {error}"
             return record_of(settings.run, row, "error", why, specs=settings.specs)
-        # What is lost is evidence of a failure: that is no reason to call it an error.
+        # Only evidence of a failure is lost, so the row keeps its status.
     return answer.record
 
 
@@ -208,7 +209,7 @@ def _keep(files: Mapping[str, bytes], settings: RunSettings) -> None:
 
 
 def judged_there(task: Task, settings: RunSettings) -> Judged:
-    """Judges a row in a process of a node, which Ray keeps for the rows that follow. `settings`: of the run."""
+    """Judges a row in a process of a node. Ray keeps the process for later rows. `settings`: the run's."""
     settle(task)
     home = _home()
     row = task.row
@@ -233,7 +234,7 @@ def judged_there(task: Task, settings: RunSettings) -> Judged:
 
 
 def settle(task: Task) -> None:
-    """Makes this process see what the command sees. RuntimeError if it has other code."""
+    """Gives this process the command's folder and module path. Raises RuntimeError if its code differs."""
     if os.path.isdir(task.folder):
         os.chdir(task.folder)
     for place in reversed(task.path):
@@ -266,7 +267,7 @@ def _judged_here(row: Row, settings: RunSettings, audited: bool) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What this process judges the rows of one backend and one run with."""
+    """The bench that this process keeps for the rows of one backend and one run."""
 
     bench: Bench
 
@@ -279,7 +280,7 @@ class _Kept:
 
 @cache
 def _bench(backend: str, settings: RunSettings) -> _Kept:
-    # One for each backend, so that code of one cannot reach the rows of another.
+    # One bench per backend, so that a backend's code cannot reach another backend's rows.
     from megamoe.judge.run import bench_of
 
     return _Kept(bench_of(settings))
@@ -297,7 +298,7 @@ def _home() -> Path:
 
 
 def _collected(home: Path) -> tuple[dict[str, bytes], int]:
-    """Takes the files out of `home`, the smallest first. How many bytes were too many to take."""
+    """Takes the files out of `home`, smallest first. Also returns how many bytes did not fit."""
     paths = sorted((path for path in home.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     found: dict[str, bytes] = {}
     taken = left = 0

@@ -1,4 +1,4 @@
-"""What a case's outputs must be, and whether they are: the references, the comparison, one sentence of complaints."""
+"""Computes the references of a case, compares outputs with them, and describes every fault in one sentence."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Expected:
-    """The references of one case, or of a sample of it where the whole would cost too much.
+    """The references of one case, or of a sample of it if the whole case would cost too much.
 
-    `inputs`, `oracle` and `simulated` are on the device that computed the references, where outputs are compared with
-    them, too. With a `sample`, all three, and `case`, are those of the sample.
+    `inputs`, `oracle` and `simulated` lie on the device that computed the references; outputs are compared there too.
+    With a `sample`, all three, and `case`, are the sample's.
     """
 
     case: Case
@@ -41,11 +41,11 @@ class Expected:
 
     @property
     def device(self) -> torch.device:
-        """Where the references are."""
+        """The device that holds the references."""
         return next(iter(self.inputs.values())).device
 
     def part(self, outputs: Tensors) -> Tensors:
-        """The part of the whole case's outputs that is judged, beside the references."""
+        """The judged part of the whole case's outputs, on the device of the references."""
         if self.sample is not None:
             outputs = {name: outputs[name][rows.to(outputs[name].device)] for name, rows in self.sample.rows.items()}
         return {name: tensor.to(self.device) for name, tensor in outputs.items()}
@@ -54,8 +54,8 @@ class Expected:
 def expected_of(case: Case, inputs: Tensors, max_flops: int | None = None) -> Expected:
     """The references of `case` for `inputs`, computed on the device of the inputs.
 
-    With `max_flops`, a case of more useful operations is judged by a sample of its outputs, if its reference can take
-    one (`Reference.sample`). None: judge all outputs, at any cost.
+    A case with more than `max_flops` useful operations is judged by a sample of its outputs, if its reference can take
+    one (`Reference.sample`). None: judge all outputs at any cost.
     """
     room = reference(case.op)
     sample = None if max_flops is None else room.sample(case, inputs, max_flops)
@@ -65,7 +65,7 @@ def expected_of(case: Case, inputs: Tensors, max_flops: int | None = None) -> Ex
 
 
 def compared(spec: Spec, expected: Expected, outputs: Tensors) -> Judgement:
-    """Compares `outputs` (of the whole case, on any device) with the references, by the tolerance of `spec`."""
+    """Compares `outputs` (of the whole case, on any device) with the references, within the tolerance of `spec`."""
     case, room = expected.case, reference(expected.case.op)
     part = expected.part(outputs)
     tensors = spec.tensors_of(case)
@@ -84,11 +84,11 @@ def compared(spec: Spec, expected: Expected, outputs: Tensors) -> Judgement:
 
 
 def complaints(arena: Arena, expected: Expected, judgement: Judgement) -> str:
-    """One sentence with all faults of the memory and outputs of a call; "" if there is none.
+    """One sentence with all faults in the memory and outputs of a call; "" if there are none.
 
-    Unwritten outputs count here: their poison is NaN, which `compared` excuses where the oracle has NaN.
+    Unwritten outputs count here: their poison is NaN, and `compared` accepts NaN where the oracle has NaN.
     """
-    # A sample does not tell which other elements may stay unwritten.
+    # A sample does not know which other elements may stay unwritten.
     left = {} if expected.sample else arena.unwritten(expected.free)
     unwritten = [f"{count} elements of {name}" for name, count in left.items() if count]
     never = f"{' and '.join(unwritten)} were never written" if unwritten else None

@@ -1,7 +1,8 @@
-"""Compiler figures of the programs of a run, as lines of its record file, and whether an assembler takes them at all.
+"""Compiler figures of a run's programs, as lines of its record file, and whether an assembler accepts the programs at
+all.
 
-Each text is assembled once for each target, however many rows share it, in a process of its own: assemblers are entry
-points. What they said lies beside the text, in the folder of the programs, for the process that writes the records.
+Each text is assembled once per target, however many rows share it, in a separate process because assemblers are entry
+points. The results are written next to the text in the program folder, for the process that writes the records.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def program_sha256(ptx: str | None) -> str | None:
 
 
 def leave_program(folder: Path, ptx: str) -> str:
-    """Writes the PTX into `folder` unless it is there. Returns its digest."""
+    """Writes the PTX into `folder` unless it is already there. Returns its digest."""
     digest = hashlib.sha256(ptx.encode()).hexdigest()
     path = folder / f"{digest}.ptx"
     if not path.exists():
@@ -40,8 +41,10 @@ def leave_program(folder: Path, ptx: str) -> str:
 
 
 class Assemblies:
-    """Assembles each program once, on threads of its own, each with a runner. `folder`: what other processes have made
-    lies there, and what this one makes; None to keep it to itself. Close it after use."""
+    """Assembles each program once, on its own threads, with one runner per thread. Close it after use.
+
+    `folder`: where processes share their results; None keeps the results in this object.
+    """
 
     def __init__(self, folder: Path | None, jobs: int = 1) -> None:
         self._folder = folder
@@ -50,14 +53,14 @@ class Assemblies:
         self._runners: dict[int, Runner] = {}
 
     def begin(self, ptx: str, target: str) -> Future[list[Assembled]]:
-        """What every assembler makes of `ptx`, in a while."""
+        """A future of what every assembler makes of `ptx`."""
         key = (hashlib.sha256(ptx.encode()).hexdigest(), target)
         if key not in self._made:
             self._made[key] = self._pool.submit(self._assembled, key, ptx)
         return self._made[key]
 
     def close(self) -> None:
-        """Cancels what has not begun."""
+        """Cancels what has not begun, and ends the runners."""
         self._pool.shutdown(cancel_futures=True)
         for runner in self._runners.values():
             runner.end()
@@ -89,7 +92,7 @@ def _read(told: Any) -> list[Assembled]:
 
 
 class FigureMaker:
-    """The figures of the programs in `folder`. Close it after use."""
+    """Makes the figures of the programs in `folder`. Close it after use."""
 
     def __init__(self, run: str, folder: Path, jobs: int = 1) -> None:
         self._run, self._folder = run, folder
@@ -97,11 +100,11 @@ class FigureMaker:
         self._made: dict[tuple[str, str], Future[list[Assembled]]] = {}
 
     def begin(self, row: Row, digest: str | None) -> None:
-        """Starts to assemble the program of `row`, if it has one that was not started before."""
+        """Starts to assemble the program of `row`, unless it has none or was started before."""
         path = self._folder / f"{digest}.ptx"
         if digest is not None and (digest, row.target) not in self._made and path.exists():
             ptx = path.read_text("utf-8")
-            # Figures of another text would be figures of nothing that ran.
+            # Skip a file with a different text: its figures would describe nothing that ran.
             if program_sha256(ptx) == digest:
                 self._made[digest, row.target] = self._assemblies.begin(ptx, row.target)
 

@@ -1,4 +1,4 @@
-"""One program on the tensors of one case, between guard bands: build it, lay the tensors out, run it, collect."""
+"""Runs one program on the tensors of one case, between guard bands: build it, lay the tensors out, run it, collect."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 
 class GuardedCase:
-    """The tensors of `case` in the memory of `executor`, between guard bands, inputs filled in and sealed."""
+    """The tensors of `case` in the memory of `executor`, between guard bands, with inputs filled in and sealed."""
 
     def __init__(self, spec: Spec, case: Case, executor: Executor, inputs: Tensors | None = None) -> None:
-        """`inputs`: None for those that the reference makes."""
+        """`inputs`: None uses the inputs that the reference makes."""
         self.case, self.executor = case, executor
         self.inputs = reference(case.op).make_inputs(case) if inputs is None else inputs
         self.arena = Arena(spec, case, self.inputs, device_of(executor))
 
     @cached_property
     def free(self) -> Tensors:
-        """bool, by name and of the shape of the output: elements that may hold anything."""
+        """Output elements that may hold anything: bool, by name, in the shape of the output."""
         return reference(self.case.op).free(self.case, self.inputs)
 
     def run(self, program: AnyProgram, options: RunOptions | None = None) -> GuardedRun:
-        """Runs `program` once on poisoned outputs, and lets it write to no other tensor where the executor can tell.
+        """Runs `program` once on poisoned outputs. Where the executor can tell, stores to other tensors are refused.
 
-        What the executor raises passes through.
+        Exceptions of the executor pass through.
         """
         self.arena.poison()
         execution = self.executor.run(
@@ -60,9 +60,9 @@ class GuardedCase:
 
 @dataclass(frozen=True, slots=True)
 class GuardedRun:
-    """What came of a run. `outputs`: copies on the CPU, of every output of the case.
+    """The result of a run. `outputs`: copies of every output of the case, on the CPU.
 
-    `fault` looks at the memory as it is now, so ask before the next run.
+    `fault` looks at the current memory, so call it before the next run.
     """
 
     guarded: GuardedCase
@@ -71,12 +71,13 @@ class GuardedRun:
 
     @property
     def settled(self) -> dict[str, torch.Tensor]:
-        """The outputs with 0 where anything is allowed, for a comparison bit by bit."""
+        """The outputs with 0 where anything is allowed, for a bit-by-bit comparison."""
         free = self.guarded.free
         return {name: out.masked_fill(free[name], 0) if name in free else out for name, out in self.outputs.items()}
 
     def fault(self, *, may_leave_unwritten: bool = False) -> str:
-        """The first of: the rule broken, the damage to bands and inputs, what was never written; "" if all is well."""
+        """The first fault found: a broken rule, damage to bands or inputs, elements never written; "" if there is
+        none."""
         sentence = self.execution.violation or self.guarded.arena.damage() or ""
         if sentence or may_leave_unwritten:
             return sentence
@@ -86,8 +87,11 @@ class GuardedRun:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A program, and what runs it. `call`: the number of a Python call in the process that built it; there is no
-    program here then. `software`: what a Python call names as the packages that run; `prepares`: see PythonProgram."""
+    """A program and how to run it. `call`: number of a Python call in the process that built it; `program` is None
+    then.
+
+    `software`: the packages that a Python call names as what runs. `prepares`: see PythonProgram.
+    """
 
     program: AnyProgram | None
     call: int | None = None
@@ -101,7 +105,8 @@ class Built:
 
     @property
     def artifact(self) -> dict[str, str]:
-        """What ran, where the PTX alone does not say it: the digest of a host object, the packages of a Python call."""
+        """What ran, where the PTX alone does not say it: the digest of a host object, or the packages of a Python
+        call."""
         if isinstance(self.program, HostProgram):
             digest = hashlib.sha256(self.program.host_object).hexdigest()
             return {"host_object": digest, "entry": self.program.entry, "compiler": self.program.compiler}
@@ -110,7 +115,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What came of one run. `arena`: the memory as the run left it, where nothing changes it any more."""
+    """The result of one run. `arena`: the memory as the run left it, where nothing changes it any more."""
 
     arena: Arena
     counters: Mapping[str, int]
@@ -123,20 +128,20 @@ class Ran:
 
 
 class InThisProcess:
-    """Builds and runs in the process of the judge, whose backends and executors must be trusted: for a debugger, and
-    for tests that put a fake in the place of something."""
+    """Builds and runs in the judge's process. Backends and executors must be trusted: for a debugger, and for tests
+    that install a fake."""
 
     def build(self, row: Row, case: Case, deadline: float) -> Built:
-        """The program of `row`; raises what the backend raises."""
+        """The program of `row`. Raises what the backend raises."""
         program = build_program(row, case, load_backend(row.backend), load_executor(row.executor))
         return Built(program, software=program.software if isinstance(program, PythonProgram) else {})
 
     def device(self, row: Row, deadline: float) -> str:
-        """Where the executor of `row` runs programs."""
+        """The device on which the executor of `row` runs programs."""
         return device_of(load_executor(row.executor))
 
     def run(self, row: Row, built: Built, tensors: tuple[Spec, Case, Tensors], deadline: float) -> Ran:
-        """Runs a program once on poisoned outputs; raises what the executor raises."""
+        """Runs a program once on poisoned outputs. Raises what the executor raises."""
         spec, case, inputs = tensors
         assert built.program is not None
         guarded = GuardedCase(spec, case, load_executor(row.executor), inputs)
@@ -145,7 +150,7 @@ class InThisProcess:
 
 
 def build_program(row: Row, case: Case, backend: Backend, executor: Executor) -> AnyProgram:
-    """The program of `row`. Raises UnsupportedError for a target that the backend or this machine does not have."""
+    """The program of `row`. Raises UnsupportedError if the backend or this machine lacks the target."""
     target = cast(Target, row.target)
     offered = backend.targets(case.op)
     if target not in offered:
@@ -159,6 +164,6 @@ def build_program(row: Row, case: Case, backend: Backend, executor: Executor) ->
 
 
 def needed_work(case: Case) -> dict[str, int]:
-    """Counters of what the op needs at the least: useful_flops and minimum_bytes, beside those of an executor."""
+    """The least work that the op needs, as counters next to the executor's: useful_flops and minimum_bytes."""
     room = reference(case.op)
     return {"useful_flops": room.useful_flops(case), "minimum_bytes": room.minimum_bytes(case)}

@@ -1,13 +1,13 @@
-"""One program on the tensors of one case, in processes that the judge does not trust.
+"""Runs one program on the tensors of one case, in processes that the judge does not trust.
 
 A *builder* imports the backend and hands the program over as data. A *machine* imports the executor, and nothing of the
-backend, and runs that data: what ran is what was hashed. A Python call cannot travel; it runs in its builder. The judge
-draws the inputs after the build. The tensors lie in a block of memory that the judge owns and shares, on the host or on
-the device of the executor, and it takes a copy of the block before it looks at it.
+backend, and runs that data, so that what ran is what was hashed. A Python call cannot travel and runs in its builder.
+The judge draws the inputs after the build. The tensors lie in a block of memory that the judge owns and shares, on the
+host or on the executor's device. The judge copies the outputs out of the block before it looks at them.
 
-Both processes are kept for the rows that follow, and the judge looks for what they keep in mind (megamoe.judge.audit).
-An executor is an instrument: the judge believes its counters. One of the user's own (package.module:ATTRIBUTE) may
-import the references, which emulators need; a registered one may not.
+Both processes are kept for later rows; megamoe.judge.audit detects results that they remember. An executor is an
+instrument: the judge believes its counters. A user's own executor (package.module:ATTRIBUTE) may import the references,
+because emulators need them; a registered one may not.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, "torch.Tensor"]
 NO_LIMIT_S: Final = 24 * 3600.0
 MAX_PROCESSES: Final = 256
-"""Of a runner at a time, with itself; a compiler takes a handful."""
+"""Limit for one runner and its children at any time. A compiler takes a handful."""
 MAX_WRITTEN: Final = 16 << 30
-"""Bytes that a runner may write to files from its first row to its last, besides MAX_FILE_BYTES of one."""
+"""Limit in bytes for all files that a runner writes in its lifetime. MAX_FILE_BYTES limits each file as well."""
 PACKAGE: Final = Path(__file__).resolve().parents[1]
 
 
 @dataclass(slots=True)
 class Processes:
-    """The runners of one judge, kept from row to row. `hidden`: folders that none of them may see. `memory`: bytes that
-    each may have beyond what it starts with."""
+    """The runners of one judge, kept from row to row.
+
+    `hidden`: folders that no runner may see. `memory`: bytes that each may have beyond what it starts with.
+    """
 
     hidden: tuple[str, ...]
     memory: int
@@ -57,7 +59,7 @@ class Processes:
     )
 
     def build(self, row: Row, case: Case, deadline: float) -> Built:
-        """The program of `row`. UnsupportedError for a target that the backend or this machine does not have."""
+        """The program of `row`. Raises UnsupportedError if the backend or this machine lacks the target."""
         target = cast(Target, row.target)
         builder = self._builder(row)
         about = {"backend": row.backend, "ops": [case.op]}
@@ -79,7 +81,7 @@ class Processes:
             raise RunnerFaultError(f"the backend built what is no program: {error}", "") from None
 
     def machine(self, row: Row, deadline: float) -> Mapping[str, object]:
-        """What the executor of `row` says of itself."""
+        """What the executor of `row` reports about itself."""
         machine = self._machine(row)
         key = (machine.number, row.executor, row.target)
         if key not in self.told:
@@ -88,7 +90,7 @@ class Processes:
         return self.told[key]
 
     def device(self, row: Row, deadline: float) -> str:
-        """Where the executor of `row` runs programs."""
+        """The device on which the executor of `row` runs programs."""
         return str(self.machine(row, deadline)["device"])
 
     def run(
@@ -96,8 +98,8 @@ class Processes:
     ) -> Ran:
         """Runs a program once on poisoned outputs. `tensors`: the spec, the case, its inputs.
 
-        `fresh`: in a machine that has not run it before. What is data alone can leave nothing behind for another
-        program, so that one such machine serves all of them; native code gets one of its own, which ends with it.
+        `fresh`: in a machine that has not run the program before. A program that is only data leaves nothing behind for
+        another program, so one such machine serves them all. Native code gets a machine of its own, which ends with it.
         """
         spec, case, inputs = tensors
         layouts = layouts_of(spec, case)
@@ -118,13 +120,14 @@ class Processes:
                 asked = {**sent.told, "executor": row.executor, "options": asdict(options)}
                 asked |= {"tensors": arena.told, "handle": lent.handle}
                 if is_cuda(home):
-                    # The runner looks from another process, and takes from the device what it needs.
+                    # The runner reads the block from another process, and needs device memory that this process holds
+                    # unused.
                     torch.cuda.synchronize()
                     give_device_memory_back()
                 try:
                     answer = runner.ask(requests.RUN, asked, _left(deadline), sent.parts, lent.descriptor)
                 except (DeviceLostError, RunnerFaultError, RunnerDiedError):
-                    # Its device, or its memory, may be broken.
+                    # The runner's device, or its memory, may be broken.
                     runner.end()
                     lent.give_up()
                     raise
@@ -137,11 +140,11 @@ class Processes:
         return Ran(arena, _counters(answer.told.get("counters")), _text(answer.told.get("violation")))
 
     def runner_of(self, row: Row, built: Built) -> Runner:
-        """The process that runs `built`: the machine, or for a Python call its builder."""
+        """The process that runs `built`: the machine, or the builder for a Python call."""
         return self._machine(row) if built.call is None else self._builder(row)
 
     def end_builder(self, row: Row) -> None:
-        """Ends the builder of `row`, so that the next build is by a new one."""
+        """Ends the builder of `row`, so that a new one makes the next build."""
         self._builder(row).end()
 
     def end(self) -> None:
@@ -168,10 +171,10 @@ class Processes:
         return self.kept[key]
 
     def _confinement(self, kind: str, row: Row) -> Confinement:
-        # CUDA reserves terabytes of addresses, so that only what a process holds can be limited.
+        # CUDA reserves terabytes of address space, so only resident memory can be limited.
         on_vm = row.executor == "vm"
         emulates = kind == "machine" and ":" in row.executor
-        # Beside a hidden key nothing can be made, and a peer on a device may keep a cache of its own in the same home.
+        # Nothing can be created beside a hidden key, and a peer on a device may keep its own cache in the same home.
         on_device = row.executor == "gpu"
         keys = () if on_device else keys_kept_from(row.backend if kind == "builder" else row.executor)
         hidden = self.hidden + keys + (() if emulates else references())
@@ -181,7 +184,7 @@ class Processes:
 
 @cache
 def references() -> tuple[str, ...]:
-    """The files that know the right outputs."""
+    """The files that compute the right outputs."""
     folder = PACKAGE / "ops"
     return tuple(str(path) for path in sorted(folder.iterdir()) if path.name != "__init__.py")
 

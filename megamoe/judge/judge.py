@@ -1,4 +1,4 @@
-"""From one row to one Record: build the program, run it between guard bands, compare with the references."""
+"""Turns one row into one Record: build the program, run it between guard bands, compare with the references."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where and how rows are judged. `runners`: who builds and runs. `timeout_s`: host seconds of a row, in runners.
+    """Where and how rows are judged. `runners`: builds and runs. `timeout_s`: host seconds per row, in runners.
 
-    `audits`: which rows are run again, None for none. `assemblies`: takes the programs, None to ask no assembler.
+    `audits`: which rows are run again, None for none. `assemblies`: assembles the programs, None to skip assemblers.
     """
 
     runners: Processes | InThisProcess = field(default_factory=InThisProcess)
@@ -52,7 +52,7 @@ _TARGET: Final = re.compile(r"^\s*\.target\s+([^\n;/]*)", re.MULTILINE)
 
 @dataclass(slots=True)
 class _Findings(BundleContents):
-    """What the judge knows about a row so far. Fields of steps not yet reached stay empty."""
+    """What the judge knows about a row so far. Fields of steps not yet reached are empty."""
 
     status: Status = "error"
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -70,16 +70,16 @@ def _specs(folder: Path | None) -> dict[str, Spec]:
     return load_specs(folder)
 
 
-# The last case and its references. Rows of one case under several schedules follow each other, and the float64 oracle
-# costs more than a small kernel. One case at a time: the references of a large one take gigabytes.
+# The last case and its references. Rows of one case under several schedules are adjacent, and the float64 oracle costs
+# more than a small kernel. Keep only one case: the references of a large one take gigabytes.
 _LAST: dict[tuple[Case, str], Expected] = {}
 
 
 def expected_for(spec: Spec, case: Case, home: str) -> Expected:
     """Inputs, oracle and simulated reference of `case`, on the device `home`."""
     if (case, home) not in _LAST:
-        # Rows of one layer share its weights, for as long as somebody has them. Those of another are let go of first:
-        # two sets are gigabytes.
+        # Rows of one layer share its weights while a reference to them exists. Release another layer's weights first,
+        # because two sets take gigabytes.
         last = {name: tensor for before in _LAST.values() for name, tensor in before.inputs.items()}
         _LAST.clear()
         shapes = {name: spec.shape(name, case) for name in spec.tensors_of(case)}
@@ -103,8 +103,8 @@ def judge(
     """Judges `row`. Faults of the backend, executor or kernel become a status, never an exception.
 
     `run`: id of the run. `specs`: folder of the specs (None: ours). Folders to write to, None to write nothing:
-    `failures` takes the bundle of a failure, `outputs` the outputs, `programs` the PTX. `bench`: by default the row is
-    built and run in this process, unaudited; a run gives runners.
+    `failures` takes the bundle of a failure, `outputs` the outputs, `programs` the PTX. `bench`: the default builds and
+    runs in this process, unaudited; a run passes runners.
     """
     started = time.perf_counter()
     findings = _Findings()
@@ -113,7 +113,7 @@ def judge(
     except UnsupportedError as error:
         findings.conclude("unsupported", str(error))
     except DeviceLostError as error:
-        # The kernel did it, as with a rule broken on the VM.
+        # The kernel lost the device, so the row fails as with a broken rule on the VM.
         findings.conclude("failed", str(error))
     except RunnerFaultError as error:
         findings.conclude("error", str(error))
@@ -167,7 +167,7 @@ def _investigate(row: Row, specs: Mapping[str, Spec], findings: _Findings, bench
     findings.outputs = ran.outputs
     findings.counters = {**ran.counters, **needed_work(case)}
     if ran.violation:
-        # The run stopped there. Complaints about the rest of the outputs would hide the cause.
+        # The run stopped there. Complaints about the remaining outputs would hide the cause.
         findings.conclude("failed", ran.violation)
         return
     judgement = compared(spec, expected, ran.outputs)
@@ -184,7 +184,7 @@ def _investigate(row: Row, specs: Mapping[str, Spec], findings: _Findings, bench
 
 
 def _assembling(row: Row, built: Built, assemblies: Assemblies | None) -> Future[list[Assembled]] | None:
-    # An executor of the user's own may emulate programs that are no PTX.
+    # A user's own executor may emulate programs that are not PTX.
     if assemblies is None or built.ptx is None or ":" in row.executor:
         return None
     return assemblies.begin(built.ptx, row.target)
@@ -198,7 +198,7 @@ def _refusals(assembling: Future[list[Assembled]] | None) -> str:
 
 
 def _unfit(row: Row, ptx: str | None) -> str:
-    """What is wrong with the `.target` of a program (PTX ISA 11.1.2); "" if nothing is."""
+    """What is wrong with a program's `.target` (PTX ISA 11.1.2); "" if nothing is."""
     if ptx is None or ":" in row.executor:
         return ""
     said = [words.split(",")[0].strip() for words in _TARGET.findall(ptx)]

@@ -1,4 +1,4 @@
-"""Judge many rows in worker processes. A crash or a hang costs its own row the status and no other row anything."""
+"""Judges many rows in worker processes. A crash or a hang fails its own row and leaves the others alone."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT_S = 300.0
 GRACE_S = 30.0
-"""How much longer than a row a worker may take before it is ended: it ends what it runs by itself, and compares."""
+"""A worker gets this much longer than a row's timeout before it is killed: it stops the row itself and still has to
+compare."""
 UNKNOWN_EXIT = 255
-"""What multiprocessing says of a process whose server of forks has died: that says nothing about the row."""
+"""The exit code that multiprocessing reports when the fork server has died. It says nothing about the row."""
 LARGE: Final = 1 << 25
-"""Elements of an input from which on rows may share it: real weights are drawn once a layer."""
+"""Rows may share an input of at least this many elements: real weights are drawn once per layer."""
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How to run rows. `timeout_s`: host seconds a row may take. `specs`: folder of the specs, None for ours.
+    """How to run rows. `timeout_s`: host seconds per row. `specs`: folder of the specs, None for ours.
 
     Folders to write to, None to write nothing: `failures` takes the bundles of failures, `outputs` all outputs,
-    `programs` the PTX of all programs (megamoe.judge.figures). `hidden`: what no kernel's process may see besides.
-    `audited`: rows that are run again (megamoe.judge.audit); `judged` chooses them.
+    `programs` the PTX of all programs (megamoe.judge.figures). `hidden`: more paths that no kernel's process may see.
+    `audited`: rows to run again (megamoe.judge.audit); `judged` chooses them.
     """
 
     run: str
@@ -59,16 +60,16 @@ class RunSettings:
 
 
 Judging = Callable[[Sequence[Row], RunSettings], Generator[Record, None, None]]
-"""A way to judge rows: on this host, or on a cluster (megamoe.judge.cluster)."""
+"""Judges rows on this host, or on a cluster (megamoe.judge.cluster)."""
 
 
 def judged(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
     """Yields one record for each of `rows`, as they finish. Closing the iterator, or Ctrl-C, ends the workers.
 
-    Each backend has its own workers, one backend after the other, so that code of one cannot reach the verdicts of
-    another. Rows of a backend start in the order given; the last of a kind, with the least work, is audited. If the
-    pool itself breaks (a worker dies while it starts), the remaining rows go to a fresh pool. If a fresh pool finishes
-    no row at all, they are recorded as crashed.
+    Each backend has its own workers, one backend after the other, so that one backend's code cannot reach another's
+    verdicts. The rows of a backend start in the given order; the last of each kind, with the least work, is audited. If
+    the pool itself breaks (a worker dies while it starts), the remaining rows go to a fresh pool. If a fresh pool
+    finishes no row at all, its rows are recorded as crashed.
     """
     settings = replace(settings, audited=chosen_for_audits(rows, settings.specs))
     for group in backends_apart(rows):
@@ -76,9 +77,9 @@ def judged(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None
 
 
 def chosen_for_audits(rows: Sequence[Row], specs: Path | None) -> frozenset[Row]:
-    """The last row, that with the least work, of each op, backend, target, executor and shapes of large inputs.
+    """The last row, with the least work, of each op, backend, target, executor and shapes of large inputs.
 
-    Rows of one real layer have the same weights, as a model does. What a backend kept of them by their shape would be
+    Rows of one real layer have the same weights, as in a model. A backend that cached weights by their shape would be
     right in all of these rows, but not on the weights that an audit draws.
     """
     known = load_specs(specs)
@@ -88,7 +89,8 @@ def chosen_for_audits(rows: Sequence[Row], specs: Path | None) -> frozenset[Row]
 
 
 def _large_inputs(spec: Spec | None, case_id: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Name and shape of each input of LARGE elements or more; () for a case that `spec` refuses: its row says why."""
+    """Name and shape of each input of at least LARGE elements. () for a case that `spec` refuses; its row reports
+    that."""
     if spec is None:
         return ()
     try:
@@ -100,7 +102,7 @@ def _large_inputs(spec: Spec | None, case_id: str) -> tuple[tuple[str, tuple[int
 
 
 def backends_apart(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each backend, in the order given."""
+    """The rows grouped by backend, in the given order."""
     return [[row for row in rows if row.backend == backend] for backend in dict.fromkeys(row.backend for row in rows)]
 
 
@@ -136,8 +138,8 @@ def _one_pool(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, N
                 yield record
         pool.close()
     finally:
-        # close() ends idle workers, stop() also busy ones after an interrupt or an early exit. An interrupt in here
-        # would leave a worker that waits for tasks, and at its end this process waits for the worker.
+        # close() ends idle workers; stop() also ends busy ones, after an interrupt or an early exit. An interrupt here
+        # would leave a worker waiting for tasks, and this process would wait for that worker at exit.
         with interrupts_held_back():
             pool.stop()
             pool.join()
@@ -150,24 +152,24 @@ def _hand_over(finished: queue.SimpleQueue[tuple[Row, Future[Record]]], row: Row
 def _next(
     finished: queue.SimpleQueue[tuple[Row, Future[Record]]], pool: ProcessPool
 ) -> tuple[Row, Future[Record]] | None:
-    """The next row that has finished, and its future. None if the pool has ended and tells of no other row."""
+    """The next finished row and its future. None if the pool has ended and reports no other row."""
     over = False
-    # A get() without a time limit blocks Ctrl-C on some platforms.
+    # A get() without a timeout blocks Ctrl-C on some platforms.
     while True:
         try:
             return finished.get(timeout=_POLL_S)
         except queue.Empty:
-            # A pool whose workers die as they start can end without a word of a row that it was just given.
+            # A pool whose workers die at start can end without reporting the row that it was just given.
             if over:
                 return None
             over = not pool.active
 
 
 def _record_of_future(row: Row, future: Future[Record], settings: RunSettings) -> Record | None:
-    """The record of a finished future. None if the row had no turn: the pool broke, or its worker was spent."""
+    """The record of a finished future. None if the row had no turn: the pool broke, or its fork server died."""
     from pebble import ProcessExpired
 
-    # exception() returns even a SystemExit of the worker; result() would raise it in this process.
+    # exception() returns even a worker's SystemExit; result() would raise it in this process.
     try:
         error = future.exception()
     except CancelledError:
@@ -213,7 +215,7 @@ def _bench(settings: RunSettings) -> Bench:
 
 
 def bench_of(settings: RunSettings) -> Bench:
-    """What a process judges with, from its first row to its last: runners of its own."""
+    """The bench that a process uses from its first row to its last, with its own runners."""
     from megamoe.judge.audit import Audits
     from megamoe.judge.figures import Assemblies
     from megamoe.judge.isolated import Processes, hidden_folders

@@ -1,7 +1,7 @@
-"""Backends side by side: how far apart the outputs of one case are, and which backend stands alone.
+"""Compares backends: how far apart their outputs for one case are, and which backend stands alone.
 
-Workers leave the outputs of their rows in a folder of the run. When all rows are done, the outputs of one case, target,
-executor and schedule are compared. Nothing here judges: the verdicts are those of the rows.
+Workers write the outputs of their rows to a folder of the run. When all rows are done, the outputs of one case, target,
+executor and schedule are compared. Nothing is judged here: the rows keep their own verdicts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Outputs = Mapping[str, npt.NDArray[np.generic]]
 _BF16: Final = "bf16 "
-"""Before the name of an output whose array holds the bits of bf16, which numpy lacks."""
+"""Prefix for an output whose array holds bf16 bits, because numpy has no bf16."""
 
 
 def _file(folder: Path, row: Row) -> Path:
@@ -31,7 +31,7 @@ def _file(folder: Path, row: Row) -> Path:
 
 
 def leave_outputs(folder: Path, row: Row, outputs: Mapping[str, torch.Tensor]) -> None:
-    """Save the outputs of `row`, exactly."""
+    """Saves the outputs of `row`, bit for bit."""
     arrays = dict(_stored(name, tensor.cpu()) for name, tensor in outputs.items())
     np.savez(_file(folder, row), **arrays)  # pyright: ignore[reportArgumentType]  (no output is called allow_pickle)
 
@@ -104,7 +104,7 @@ def _apart(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> dict[str, 
 
 
 def _alone(group: Sequence[Record]) -> str | None:
-    """The backend whose verdict no other shares, if all others agree."""
+    """The backend whose verdict differs, if all others agree; else None."""
     passed = [record.backend for record in group if record.status == "passed"]
     failed = [record.backend for record in group if record.status != "passed"]
     if len(failed) == 1 and passed:

@@ -1,21 +1,21 @@
-"""Judge the outputs of one case: verdict, metrics, a sentence, and the worst coordinate with both values.
+"""Judges the outputs of one case: verdict, metrics, a sentence, and the worst coordinate with both values.
 
-Errors are against the float64 oracle and normalised, so that one bar fits every magnitude. A *row* is a slice along
-the last axis. Its scale is the root mean square of the oracle's row, but at least the smallest normal number of the
-output's dtype and at least the output's `absolute_scale`. Rows that may hold anything do not count. Four errors have
-a bar each:
+Errors are against the float64 oracle and normalised, so that one bar fits every magnitude. A *row* is a slice along the
+last axis. Its scale is the root mean square of the oracle's row, but at least the smallest normal number of the
+output's dtype and at least the output's `absolute_scale`. Rows that may hold anything do not count. Four errors have a
+bar each:
 
 * `rms`: root mean square over the tensor of error / scale of the row. Shows a small systematic error.
 * `row`: the largest rms of a single row. Shows a fault of one row, head, tile or mask.
 * `max`: the largest error / max(scale of the row, |oracle|) of an element. Shows a single wrong element.
-* `bias`: mean of sign(oracle) * (output - oracle) / scale of the row, taken without its sign. Roundings to nearest
-  cancel in it. Truncations, which the other three let pass, add up.
+* `bias`: |mean of sign(oracle) * (output - oracle) / scale of the row|. Roundings to nearest cancel in it.
+  Truncations, which the other three miss, add up.
 
 A bar is noise_ratio times the same error of the simulated reference, but at least a floor in ulps of the dtype
 (`UlpBars`): the rounding errors of two legal kernels differ, and on a small tensor either may be zero by luck.
 
-A kernel may have choices beyond rounding. The op's reference states them for the outputs seen (`Latitude`). Outputs of
-codes must lie in the interval of each element, exactly.
+A kernel may have choices beyond rounding. The op's reference states them for the given outputs (`Latitude`). Outputs of
+codes must lie exactly in the interval of each element.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class UlpBars:
 # rows the two roundings have an rms of 0.3 ulp. An fp32 output comes from accumulations in any order, truncated rather
 # than rounded in tensor cores (facts.md 7.1), and from approximate functions of 2 ulps.
 #
-# Bias: the rounding of P moves a row of O as a whole by the mean of roundings that P weighs: of one key by a quarter of
-# an ulp at most, of n keys by less. Rows move independently. Truncation in place of rounding moves all rows by a
-# quarter of an ulp or more. Truncated fp32 accumulation of 8,192 keys, 16 at a time, moves all rows too, by 512 * 2^-24
-# at most: 0.004 ulps of bf16. In an fp32 output nothing else is left, so its bias has no bar of its own.
+# Bias: rounding P moves a whole row of O by the weighted mean of P's roundings: by a quarter of an ulp at most for one
+# key, by less for n keys. Rows move independently. Truncation instead of rounding moves all rows by a quarter of an ulp
+# or more. Truncated fp32 accumulation of 8,192 keys, 16 at a time, also moves all rows, by 512 * 2^-24 at most: 0.004
+# ulps of bf16. An fp32 output has no other error, so its bias has no bar of its own.
 ULP_BARS: Final[Mapping[torch.dtype, UlpBars]] = {
     torch.bfloat16: UlpBars(rms=0.5, row=1.0, max=2.5, bias=0.5, systematic=0.05),
     torch.float16: UlpBars(rms=0.5, row=1.0, max=2.5, bias=0.5, systematic=0.05),
@@ -124,8 +124,8 @@ class Judgement:
 class _Output:
     """One output and its references, all of one shape. `settled`: the oracle after the kernel's choices.
 
-    `held`: bool, all axes of the output but the last. It marks the rows of the output that these tensors hold, one
-    after another. None: they hold all rows, in the output's shape. `axes`: those of the output.
+    `held`: bool, over all axes of the output but the last. It marks the rows of the output that these tensors hold,
+    packed one after another. None: they hold all rows, in the output's shape. `axes`: the output's axes.
     """
 
     name: str
@@ -160,9 +160,9 @@ def compare(
 ) -> Judgement:
     """Compares every output of `case` with the oracle (float64) and the simulated reference (the output's dtype).
 
-    `published` adds the cosine bar. `axes`: names of the axes of each output (the spec's shape). `absolute_scale`:
-    outputs whose error counts in absolute terms (`Reference.ABSOLUTE_SCALE`). `free` (bool) marks elements that may
-    hold anything. Wrong, missing or empty outputs fail; they raise nothing.
+    `published` adds the cosine bar. `axes`: axis names of each output (the spec's shape). `absolute_scale`: outputs
+    whose error counts in absolute terms (`Reference.ABSOLUTE_SCALE`). `free` (bool) marks elements that may hold
+    anything. Wrong, missing or empty outputs fail; they raise nothing.
     """
     metrics: dict[str, float] = {}
     failures: list[tuple[str, Worst | None]] = []
@@ -237,8 +237,8 @@ def _judge_codes(name: str, codes: Codes) -> _Verdict:
 
 
 def _held_rows(whole: _Output, free: torch.Tensor | None) -> _Output:
-    """Drop rows where nothing is expected: of expert rows perhaps 127 of 128. They have no error, so they would dilute
-    the rms, and take most of the time."""
+    """Drops rows where nothing is expected, perhaps 127 of 128 expert rows. Without any error they would dilute the
+    rms, and they would take most of the time."""
     held = None if free is None else ~free.to(whole.actual.device).all(dim=-1)
     if held is None or bool(held.all()):
         return whole
@@ -248,7 +248,7 @@ def _held_rows(whole: _Output, free: torch.Tensor | None) -> _Output:
 
 
 def _in_place(output: _Output, part: torch.Tensor) -> torch.Tensor:
-    """`part`, which has the held rows only, in the shape of the output; 0 elsewhere."""
+    """`part`, which has only the held rows, expanded to the shape of the output with 0 elsewhere."""
     if output.held is None:
         return part
     whole = part.new_zeros((*output.held.shape, part.shape[-1]))
@@ -295,12 +295,12 @@ def _judge(output: _Output, tolerance: Bars, published: bool) -> _Verdict:
 
 
 def _outward(oracle: torch.Tensor) -> torch.Tensor:
-    """1 or, for a negative oracle, -1: the sign of a zero is that of a positive number, so that no error is lost."""
+    """-1 for a negative oracle, else 1. A zero counts as positive, so that its error is not lost."""
     return torch.where(oracle < 0, -1.0, 1.0).double()
 
 
 def _misplaced(actual: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    # Infinities of one sign compare equal; NaN compares equal to nothing.
+    # Infinities of one sign compare equal; NaN equals nothing.
     nan_differs = torch.isnan(actual) != torch.isnan(rounded)
     infinite = torch.isinf(actual) | torch.isinf(rounded)
     return nan_differs | (infinite & (actual != rounded) & ~torch.isnan(actual) & ~torch.isnan(rounded))
@@ -344,7 +344,7 @@ def _floors(output: _Output) -> dict[str, float]:
 def _cosine(actual: torch.Tensor, oracle: torch.Tensor) -> float:
     if not actual.numel():
         return 1.0
-    # Divide by the largest magnitude first: squares of subnormal outputs would vanish.
+    # Divide by the largest magnitude first, or squares of subnormal outputs would vanish.
     a, b = (x / x.abs().max().clamp(min=torch.finfo(torch.float64).tiny) for x in (actual, oracle))
     lengths = float(a.norm() * b.norm())
     if lengths == 0.0:
@@ -404,7 +404,7 @@ def _confined(hit: torch.Tensor, name: str) -> str:
 
 
 def _concentration(weight: torch.Tensor, axes: Sequence[str]) -> str:
-    """The blocks of an axis with nine tenths of the squared error, if they are at most half of its blocks."""
+    """The blocks of an axis with nine tenths of the squared error, if they are at most half of its blocks; else ""."""
     for axis, name in enumerate(axes):
         size = weight.shape[axis]
         if size < 2 * BLOCK:

@@ -1,4 +1,4 @@
-"""Worker processes: forked from a server that holds torch (megamoe.runner.forks), ended with their parent."""
+"""Worker processes: forked from a server that has torch loaded (megamoe.runner.forks), ended with their parent."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ if TYPE_CHECKING:
     from pebble import ProcessPool
 
 LOOKS_EVERY_S: Final = 0.01
-"""How often a pool looks whether a worker has ended or it shall end itself: it ends that much later than its last
-row."""
+"""How often a pool polls whether a worker has ended or the pool must stop. Stopping lags the last row by up to this."""
 
 
 def worker_pool(workers: int, module: str) -> ProcessPool:
     """A pool of that many workers, none of them started yet. Schedule its tasks within `interrupts_held_back`.
 
-    Each worker imports `module` before its first task, so that no task pays for that with its time limit.
+    Each worker imports `module` before its first task, so that no task spends its timeout on the import.
     """
-    # It is not imported where nothing is run.
+    # Imported here because not every process runs rows.
     from pebble import CONSTS, ProcessPool
 
     CONSTS.sleep_unit = LOOKS_EVERY_S
@@ -38,9 +37,10 @@ def worker_pool(workers: int, module: str) -> ProcessPool:
 
 
 def start_worker(environment: Mapping[str, str], module: str) -> None:
-    """Runs first in each worker. `environment`: that of the parent, since the server may be older than its changes.
+    """Runs first in each worker. `environment`: the parent's, because the fork server may predate its changes.
 
-    One BLAS thread a worker: as many workers as cores would fight over more. `module` as in `worker_pool`.
+    Each worker gets one BLAS thread: with as many workers as cores, more threads would compete. `module` as in
+    `worker_pool`.
     """
     sys.excepthook = sys.__excepthook__
     replace_environment({**environment, **ONE_THREAD})
@@ -48,7 +48,7 @@ def start_worker(environment: Mapping[str, str], module: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    # Before anything of ours is imported, and before there is a second thread.
+    # Must precede imports of our modules and the start of a second thread.
     keeper_of_worker()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import_module(module)
@@ -56,7 +56,7 @@ def start_worker(environment: Mapping[str, str], module: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends a worker in the middle of a row, which would outlive a killed run for as long as the row takes."""
+    """Ends the worker even in the middle of a row. Otherwise it would outlive a killed run until its row ended."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

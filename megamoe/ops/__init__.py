@@ -19,10 +19,10 @@ Distribution = TypeVar("Distribution")
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """An output of codes, decoded: a correct kernel stores numbers in [lowest, highest], never a NaN.
+    """An output of codes, decoded. A correct kernel stores numbers in [lowest, highest], never a NaN.
 
-    `seen`, `lowest`, `highest`: float64 of one shape; `axes` names its axes. `rows`: int64, the index in the output of
-    each entry along the first axis.
+    `seen`, `lowest`, `highest`: float64 of one shape; `axes` names its axes. `rows`: int64, each entry's index along
+    the output's first axis.
     """
 
     seen: torch.Tensor
@@ -34,10 +34,10 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class Latitude:
-    """What the contract leaves to a kernel, given its outputs.
+    """What the contract allows, given a kernel's outputs.
 
-    `oracle`: float64 outputs that replace the oracle's, after the choices that the kernel made. `codes`: outputs that
-    hold codes; `Codes` alone judges them.
+    `oracle`: float64 outputs that replace the oracle's, adjusted to the kernel's choices. `codes`: outputs that hold
+    codes; they are judged by `Codes` alone.
     """
 
     oracle: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Sample:
     """Some rows of a case that is too large for its oracle. Their results do not depend on the other rows.
 
     `case` keeps the id of the large case. `inputs` are the inputs of the chosen rows. `rows`: output -> int64, the
-    indices along its first axis that the sample's output holds. `doc` says in words what was chosen.
+    indices along its first axis that the sample's output holds. `doc` describes the choice in words.
     """
 
     case: Case
@@ -62,13 +62,13 @@ class Reference(Protocol):
     """What the module of an op provides. Tensors are named as in the spec; results lie on the device of `inputs`."""
 
     ABSOLUTE_SCALE: Mapping[str, float]
-    """Output -> the least magnitude that its errors are divided by, where errors count in absolute terms."""
+    """Output -> the smallest magnitude to divide its errors by, for errors that count in absolute terms."""
 
     MATRIX_RATES: Mapping[str, float]
-    """Target -> rate of its matrix unit on the op's operands, as a multiple of its bf16 rate; 1 if left out."""
+    """Target -> rate of its matrix unit on the op's operands, as a multiple of the bf16 rate. 1 if left out."""
 
     def make_inputs(self, case: Case, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-        """Every input tensor of `case`: the same bits for the same axes, distribution and seed, everywhere."""
+        """Every input tensor of `case`. The same axes, distribution and seed give the same bits everywhere."""
         ...
 
     def oracle(self, case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -80,7 +80,7 @@ class Reference(Protocol):
         ...
 
     def free(self, case: Case, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Output -> bool of its shape: True where a kernel may leave the element alone or write anything."""
+        """Output -> bool of its shape: True where a kernel may leave the element unwritten or write anything."""
         ...
 
     def latitude(
@@ -90,11 +90,11 @@ class Reference(Protocol):
         outputs: Mapping[str, torch.Tensor],
         expected: Mapping[str, torch.Tensor],
     ) -> Latitude:
-        """What else is correct, given a kernel's `outputs`. `expected` holds the oracle's."""
+        """What else is correct, given a kernel's `outputs`. `expected` holds the oracle's outputs."""
         ...
 
     def sample(self, case: Case, inputs: Mapping[str, torch.Tensor], most_flops: int) -> Sample | None:
-        """A part of `case` with about `most_flops` useful operations; None if `case` has no more or cannot be split."""
+        """A part of `case` with about `most_flops` useful operations. None if `case` has no more or cannot be split."""
         ...
 
     def useful_flops(self, case: Case) -> int:
@@ -102,12 +102,12 @@ class Reference(Protocol):
         ...
 
     def minimum_bytes(self, case: Case) -> int:
-        """Bytes that must cross the memory's interface if each needed byte crosses it once."""
+        """Bytes that must cross the memory interface if each needed byte crosses it once."""
         ...
 
 
 def full_precision(case: Case) -> None:
-    """ValueError if torch was told to lower the precision of fp32 matrix products, which simulated references need."""
+    """Raises ValueError if torch uses reduced precision for fp32 matmuls. Simulated references need full precision."""
     import torch
 
     precision = torch.get_float32_matmul_precision()
@@ -119,7 +119,7 @@ def full_precision(case: Case) -> None:
 
 
 def distribution_of(case: Case, distributions: Mapping[str, Distribution]) -> Distribution:
-    """The distribution of the inputs of `case`. ValueError for an unknown one."""
+    """The input distribution of `case`. Raises ValueError for an unknown one."""
     if case.inputs not in distributions:
         known = ", ".join(distributions)
         raise ValueError(f"{case.id}: there is no input distribution {case.inputs!r} for {case.op}; there are: {known}")
@@ -128,7 +128,7 @@ def distribution_of(case: Case, distributions: Mapping[str, Distribution]) -> Di
 
 @cache
 def referenced_ops() -> tuple[str, ...]:
-    """The ops that have a reference, sorted: the names of the modules and packages of this room."""
+    """The ops that have a reference, sorted: the module and package names in this folder."""
     return tuple(sorted(module.name for module in iter_modules(__path__)))
 
 

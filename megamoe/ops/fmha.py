@@ -1,14 +1,14 @@
 """FMHA forward: o = softmax(scale * q k^T + mask) v and its log-sum-exp, exact and as a good kernel rounds it.
 
-Mask: query row i stands at position p = i + s_k - t (bottom-right aligned) and sees key j iff (not causal or j <= p)
-and (window is null or j > p - window). A row that sees no key has o = 0 and lse = -inf. Query head h reads KV head
-h // (heads // kv_heads). lse is the natural logarithm of the sum of exp(scale * q k^T) over the visible keys.
+Mask: query row i has position p = i + s_k - t (bottom-right aligned) and sees key j iff (not causal or j <= p) and
+(window is null or j > p - window). A row that sees no key has o = 0 and lse = -inf. Query head h reads KV head h //
+(heads // kv_heads). lse is the natural logarithm of the sum of exp(scale * q k^T) over the visible keys.
 
 With `sinks` the softmax of a row has one more term, the sink of its head, which has no value: lse counts it, and a row
 that sees no key has lse = sink. With kv=latent, v is k.
 
-With `ragged` the tensors have the tokens of all sequences, [tokens, heads, hd]. A sequence is computed as a case of its
-own, of batch 1, so what holds of those holds of it.
+With `ragged` the tensors hold the tokens of all sequences, [tokens, heads, hd]. Each sequence is computed as its own
+case with batch 1, so everything said of such cases holds for it.
 
 Each input distribution makes one kind of mistake visible.
 """
@@ -36,14 +36,14 @@ Inputs = dict[str, torch.Tensor]
 LOGIT_OFFSET: Final = 110.0
 LOGIT_SPREAD: Final = 15.0
 ONE_HOT_LOGIT: Final = 64.0
-# Further above the other logits of the row than the 88.73 above which exp overflows fp32.
+# Further above the row's other logits than 88.73, where exp overflows fp32.
 LONE_LOGITS: Final = (384.0, 640.0)
 LONE_STEP: Final = 37
 DISTINCT_KEYS: Final = 3
-# Smallest normal bf16 and fp32 number.
+# Smallest normal number of bf16 and fp32.
 SMALLEST_NORMAL: Final = 2.0**-126
 QK_IMBALANCE: Final = 2.0**100
-# exp(-128) is 0 in fp32. 32 values of 3 bits have a sum of 8 bits.
+# exp(-128) is 0 in fp32. A sum of 32 values of 3 bits has 8 bits.
 EXACT_LOGIT: Final = 128.0
 EXACT_KEYS: Final = 32
 MAX_ATTEMPTS: Final = 50
@@ -68,9 +68,9 @@ def key_range(case: Case, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def make_inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
     """bf16 q [batch, heads, t, hd], k and v [batch, kv_heads, s_k, hd], drawn on the CPU and then moved to `device`.
 
-    No v if it is k; f32 sink [heads] if there are sinks. Where ragged q is [total_q, heads, hd], k and v are [total_k,
-    kv_heads, hd], and int32 lengths and tables are as in the spec. The bits depend on the case's id alone: op, axes,
-    distribution and seed. ValueError for an unknown distribution.
+    No v with kv=latent; f32 sink [heads] if there are sinks. If ragged, q is [total_q, heads, hd], k and v are
+    [total_k, kv_heads, hd], and the int32 lengths and tables are as in the spec. The bits depend on the case's id
+    alone: op, axes, distribution and seed. Raises ValueError for an unknown distribution.
     """
     draw = distribution_of(case, DISTRIBUTIONS)
     inputs = _ragged_inputs(case, draw) if case["ragged"] else draw(case)
@@ -82,10 +82,10 @@ def make_inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
 
 
 def _sinks(case: Case) -> torch.Tensor:
-    """f32 [heads]. Around the lse of s_k logits of N(0, 1), so that a sink takes about half of a row.
+    """f32 [heads], near the lse of s_k logits of N(0, 1), so that a sink takes about half of a row.
 
-    Under `large_logits` they are around +LOGIT_OFFSET and -LOGIT_OFFSET by turns: as large as the logits of some rows,
-    far above those of others, or far below.
+    Under `large_logits` they alternate around +LOGIT_OFFSET and -LOGIT_OFFSET: as large as the logits of some rows, far
+    above those of others, or far below.
     """
     sinks = normal(case, "sink", (case.int("heads"),)).float()
     if case.inputs == "large_logits":
@@ -94,16 +94,16 @@ def _sinks(case: Case) -> torch.Tensor:
 
 
 def drawn_lengths(case: Case) -> tuple[list[int], list[int]]:
-    """Query rows and keys of each sequence of a ragged case. One of them is as long as can be, others may be empty.
+    """Query rows and keys of each sequence of a ragged case. One has the maximum length possible; others may be empty.
 
-    All rows are total_q, and all keys total_k. Keys in pages are as many as the pages hold, or fewer.
+    Query rows add up to total_q and keys to total_k. With pages, the pages in use hold at most total_k.
     """
     queries = _shares(case, "t", case.int("total_q"))
     return queries, _shares(case, "s_k", case.int("total_k"), case.int("page_size"))
 
 
 def _shares(case: Case, axis: str, total: int, page: int = 0) -> list[int]:
-    """`total` dealt to the sequences, at most `axis` to each; with pages, as whole ones, and perhaps not all of it."""
+    """Deals `total` to the sequences, at most `axis` each. With pages, deals whole pages and may leave some over."""
     batch, longest = case.int("batch"), case.int(axis)
     lengths = [0] * batch
     order = uniform(case, f"order of {axis}", (batch,)).argsort().tolist()
@@ -117,7 +117,7 @@ def _shares(case: Case, axis: str, total: int, page: int = 0) -> list[int]:
 
 
 def _alone(case: Case, number: int, t: int, s_k: int) -> Case:
-    """Sequence `number` of a ragged case as a case of its own, with random numbers of its own."""
+    """Sequence `number` of a ragged case as a separate case, with its own random numbers."""
     axes = {
         **dict(case.axes),
         "batch": 1,
@@ -132,7 +132,8 @@ def _alone(case: Case, number: int, t: int, s_k: int) -> Case:
 
 
 def _sequences_of(case: Case) -> Iterator[Case]:
-    """The sequences of a ragged case, by their drawn lengths; the case itself if it is not ragged."""
+    """The sequences of a ragged case that have queries, with their drawn lengths. The case itself if it is not
+    ragged."""
     if not case["ragged"]:
         yield case
         return
@@ -142,11 +143,11 @@ def _sequences_of(case: Case) -> Iterator[Case]:
 
 
 def _ragged_inputs(case: Case, draw: Callable[[Case], Inputs]) -> Inputs:
-    """Draws each sequence as a case of its own. Where nothing may be read, k and v are NaN and block_table is -1."""
+    """Draws each sequence as a separate case. Where nothing may be read, k and v are NaN and block_table is -1."""
     queries, keys = drawn_lengths(case)
     packed: dict[str, list[torch.Tensor]] = {"q": [], "k": [], "v": []}
     for number, (t, s_k) in enumerate(zip(queries, keys, strict=True)):
-        # No distribution is made for nothing.
+        # Distributions cannot draw empty tensors.
         drawn = draw(_alone(case, number, max(t, 1), max(s_k, 1)))
         for name, parts in packed.items():
             parts.append(drawn[name][0, :, : t if name == "q" else s_k].transpose(0, 1))
@@ -173,7 +174,7 @@ def _starts(lengths: list[int]) -> torch.Tensor:
 
 
 def key_rows(case: Case, inputs: Mapping[str, torch.Tensor], number: int) -> torch.Tensor:
-    """int64 [keys]: the rows of k and v that hold the keys of sequence `number`, in their order."""
+    """int64 [keys]: the rows of k and v that hold the keys of sequence `number`, in order."""
     page = case.int("page_size")
     if not page:
         start, end = inputs["cu_seqlens_k"][number : number + 2].tolist()
@@ -183,7 +184,7 @@ def key_rows(case: Case, inputs: Mapping[str, torch.Tensor], number: int) -> tor
 
 
 def _sequences(case: Case, inputs: Mapping[str, torch.Tensor]) -> Iterator[tuple[Case, Inputs]]:
-    """Each sequence of ragged inputs that has queries, as a case of its own."""
+    """Each sequence of ragged inputs that has queries, as a separate case."""
     starts = inputs["cu_seqlens_q"].tolist()
     for number, (start, end) in enumerate(pairwise(starts)):
         if start < end:
@@ -196,8 +197,8 @@ def _sequences(case: Case, inputs: Mapping[str, torch.Tensor]) -> Iterator[tuple
 def one_hot_keys(case: Case) -> torch.Tensor:
     """int64 [batch, heads, t]: the key that each query attends to under `one_hot_rows`.
 
-    The last visible key, the first and one drawn between them take turns, so a mask that is off by one shows.
-    A row that sees no key gets key 0.
+    Alternates between the last visible key, the first, and a random one between them, so an off-by-one mask shows. A
+    row that sees no key gets key 0.
     """
     first, last = key_range(case, torch.arange(case.int("t")))
     shape = (case.int("batch"), case.int("heads"), case.int("t"))
@@ -210,7 +211,8 @@ def one_hot_keys(case: Case) -> torch.Tensor:
 def lone_keys(case: Case) -> torch.Tensor:
     """int64 [batch, heads, t]: the key that each query attends to under `lone_keys`, 0 if it sees none.
 
-    Rows go round their visible keys LONE_STEP at a time, so that many rows come to each column of a tile of keys.
+    Successive rows step through their visible keys by LONE_STEP, so that every column of a key tile is hit by many
+    rows.
     """
     first, last = key_range(case, torch.arange(case.int("t")))
     shape = (case.int("batch"), case.int("heads"), case.int("t"))
@@ -227,7 +229,7 @@ def _kv_shape(case: Case) -> tuple[int, int, int, int]:
 
 
 def _effective_scale(case: Case) -> float:
-    # With scale = 0 every logit is 0, so any finite input will do.
+    # With scale = 0 every logit is 0, so any finite input works.
     return abs(softmax_scale(case)) or 1.0
 
 
@@ -240,12 +242,12 @@ def _draw(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _normal_inputs(case: Case) -> Inputs:
-    """N(0, 1) in q, k and v: logits of N(0, 1) at the default scale."""
+    """N(0, 1) in q, k and v, so logits are N(0, 1) at the default scale."""
     return _bf16(*_draw(case))
 
 
 def _large_logits(case: Case) -> Inputs:
-    """Peaked rows around logits of +LOGIT_OFFSET and -LOGIT_OFFSET by turns, the first row positive.
+    """Peaked rows with logits alternating around +LOGIT_OFFSET and -LOGIT_OFFSET; the first row is positive.
 
     Without a row maximum, exp overflows in the positive rows. A zero-filled key past s_k wins in the negative rows.
     """
@@ -260,26 +262,27 @@ def _large_logits(case: Case) -> Inputs:
 
 
 def _one_hot_rows(case: Case) -> Inputs:
-    """k of random signs, q a multiple of one key (`one_hot_keys`): its logit is 64, the others' N(0, 64 / sqrt(hd))."""
+    """k of random signs; q a multiple of one key (`one_hot_keys`) with logit 64. The other logits are N(0, 64 /
+    sqrt(hd))."""
     k = signs(case, "k", _kv_shape(case))
     q = _towards(case, k, one_hot_keys(case)) * ONE_HOT_LOGIT
     return _bf16(q, k, normal(case, "v", _kv_shape(case)))
 
 
 def _towards(case: Case, k: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """q: of each query the multiple of `key` of k, all signs, whose logit is 1."""
+    """q: for each query, the multiple of its `key` of k (all signs) that has logit 1."""
     group = case.int("heads") // case.int("kv_heads")
     q = k.repeat_interleave(group, dim=1).gather(2, key[..., None].expand(_q_shape(case)))
     return q / (case.int("hd") * _effective_scale(case) * (-1.0 if softmax_scale(case) < 0 else 1.0))
 
 
 def _lone_keys(case: Case) -> Inputs:
-    """k of random signs, q a multiple of one key (`lone_keys`), which takes all of the softmax; a quarter of v is 0.
+    """k of random signs, q a multiple of one key (`lone_keys`) that takes all of the softmax; a quarter of v is 0.
 
-    The logit of that key is one of LONE_LOGITS or between them, the others are N(0, 1 / sqrt(hd)) of it: with a maximum
-    that misses the key a row overflows. o is that key's v, bit for bit, for P and the row sum are 1 but for errors far
-    below an ulp of bf16. A kernel that truncates o shows where these errors point down, an accumulator that does not
-    begin at 0 where v is 0.
+    That key's logit is in the range of LONE_LOGITS, the others are N(0, 1 / sqrt(hd)) of it: with a maximum that misses
+    the key, a row overflows. o is that key's v, bit for bit, because P and the row sum are 1 up to errors far below a
+    bf16 ulp. A kernel that truncates o shows where these errors point down; an accumulator that does not start at 0
+    shows where v is 0.
     """
     k = signs(case, "k", _kv_shape(case))
     low, high = LONE_LOGITS
@@ -289,7 +292,7 @@ def _lone_keys(case: Case) -> Inputs:
 
 
 def _constant_v(case: Case) -> Inputs:
-    """v is the same for all keys of a KV head, so o is that vector, whatever the probabilities are."""
+    """v is the same for all keys of a KV head, so o is that vector, whatever the probabilities."""
     q, k, _ = _draw(case)
     batch, kv_heads, _, hd = _kv_shape(case)
     v = normal(case, "v", (batch, kv_heads, 1, hd)).expand(_kv_shape(case))
@@ -305,10 +308,10 @@ def _repeated_keys(case: Case) -> Inputs:
 
 
 def _denormal_scale(case: Case) -> Inputs:
-    """q tiny and k huge, their logits N(0, 1) at the default scale; v just above the smallest normal number.
+    """Tiny q and huge k with N(0, 1) logits at the default scale; v just above the smallest normal number.
 
     Every input is normal; averages of v are subnormal in fp32 and in bf16. Matrix products keep subnormal products and
-    sums (measured on an H200, through cuBLAS), so if something flushes to zero, it is an epilogue.
+    sums (measured on an H200, through cuBLAS), so anything that flushes to zero is in an epilogue.
     """
     q, k, _ = _draw(case)
     magnitude = 1.0 + uniform(case, "v", _kv_shape(case)).float()
@@ -317,11 +320,11 @@ def _denormal_scale(case: Case) -> Inputs:
 
 
 def _exact_sums(case: Case) -> Inputs:
-    """Each query attends to 1, 2, 4, ... or 32 of its keys alike and to no other; v holds whole numbers.
+    """Each query attends equally to 1, 2, 4, ... or 32 of its keys and to no other; v holds whole numbers.
 
-    Keys have one of hd classes, a unit vector each; a query is a multiple of one of them. P is 1 for the keys of its
-    class and nothing for the others, the row sum a power of two, and o has 8 bits: its fp32 sums are exact in every
-    order, and no error of exp2 or of a reciprocal reaches a bf16. All values of a column have one sign, since a sum
+    Each key belongs to one of hd classes, each a unit vector; a query is a multiple of one of them. P is 1 for the keys
+    of its class and 0 for the others, the row sum is a power of two, and o has 8 bits: its fp32 sums are exact in every
+    order, and no error of exp2 or of a reciprocal reaches a bf16. All values of a column have one sign, because a sum
     that cancels would show such errors. One key of the class too many or too few changes o.
     """
     classes, chosen = _classes(case)
@@ -334,8 +337,8 @@ def _exact_sums(case: Case) -> Inputs:
 def _classes(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """The class of each key, int64 [batch, kv_heads, s_k], and of each query, int64 [batch, heads, t].
 
-    Of eight classes each is half as frequent as the one before. A query sees a power of two of keys of its class,
-    EXACT_KEYS at most, many rather than few. One that sees no key has class 0.
+    In each group of eight classes, each is half as frequent as the one before. A query sees a power of two of keys of
+    its class, EXACT_KEYS at most, with larger counts preferred. A query that sees no key has class 0.
     """
     hd, group = case.int("hd"), case.int("heads") // case.int("kv_heads")
     rank = torch.repeat_interleave(torch.arange(hd), 2 ** (7 - torch.arange(hd) % 8))
@@ -363,15 +366,15 @@ DISTRIBUTIONS: Final[Mapping[str, Callable[[Case], Inputs]]] = {
     "lone_keys": _lone_keys,
 }
 EXACT: Final = ("exact_sums", "lone_keys")
-"""Distributions of which o has one right answer, bit for bit."""
+"""Distributions for which o has one right answer, bit for bit."""
 
 
 # An absolute error of x in lse is a relative error of x in every probability derived from it.
 ABSOLUTE_SCALE: Final[Mapping[str, float]] = {"lse": 1.0}
-# Both products are of bf16 operands.
+# Both products have bf16 operands.
 MATRIX_RATES: Final[Mapping[str, float]] = {}
 
-# Scores held at once, so that a long cache costs no more memory than a short one.
+# Scores held at once, so that a long cache needs no more memory than a short one.
 SCORES: Final = 1 << 22
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -379,7 +382,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """What the logits of some rows go through. `visible`: bool [rows, s_k]. `sink`: f32 [rows], -inf without sinks."""
+    """Parameters of the softmax of some rows. `visible`: bool [rows, s_k]. `sink`: f32 [rows], -inf without sinks."""
 
     scale: float
     visible: torch.Tensor
@@ -397,7 +400,7 @@ def visible_keys(case: Case, row: torch.Tensor) -> torch.Tensor:
 
 
 def free(case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every element of o and lse has a meaning."""
+    """Empty: every element of o and lse has a meaning."""
     return {}
 
 
@@ -407,9 +410,9 @@ def latitude(
     outputs: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
 ) -> Latitude:
-    """A kernel has no choice but its roundings, and under EXACT none: o is the oracle's, bit for bit.
+    """A kernel's only freedom is rounding. Under EXACT it has none: o is the oracle's, bit for bit.
 
-    With sinks row sums are no powers of two.
+    With sinks, row sums are no powers of two, so EXACT does not apply.
     """
     if case.inputs not in EXACT or case["sinks"] or "o" not in outputs:
         return Latitude()
@@ -421,7 +424,7 @@ def latitude(
 
 
 def sample(case: Case, inputs: Mapping[str, torch.Tensor], most_flops: int) -> None:
-    """None: every row is judged. Even the longest cache is a second's work in float64 on a device."""
+    """None: every row is judged. Even the longest cache takes only a second in float64 on a device."""
 
 
 def useful_flops(case: Case) -> int:
@@ -437,7 +440,7 @@ def useful_flops(case: Case) -> int:
 def minimum_bytes(case: Case) -> int:
     """Bytes of q, of the keys and values that some query sees, of o, lse, sinks and lengths, each moved once.
 
-    Of a table of pages the entries that name a page of some sequence.
+    A page table counts only the entries that name a page of some sequence.
     """
     moved = 4 * case.int("heads") if case["sinks"] else 0
     if case["ragged"]:
@@ -455,7 +458,7 @@ def minimum_bytes(case: Case) -> int:
 def oracle(case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """float64 o [batch, heads, t, hd] and, if the case asks for it, lse [batch, heads, t].
 
-    Where ragged o is [total_q, heads, hd] and lse [total_q, heads].
+    If ragged, o is [total_q, heads, hd] and lse [total_q, heads].
     """
     return _attend(case, inputs, _exact_rows, torch.float64, torch.float64)
 
@@ -463,12 +466,12 @@ def oracle(case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 def simulated(case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """bf16 o and f32 lse in the shapes of the oracle's, rounded as a good kernel does.
 
-    Products of bf16 q and k are accumulated in fp32; the softmax runs in fp32 on base 2, relative to the row maximum;
-    P is rounded to bf16 for the second product, which is accumulated in fp32. The row sum is that of the fp32 P, before
-    the rounding, as flash attention accumulates it: lse carries no bf16 error and o carries all of it. A kernel may
-    divide o by the sum of the rounded P instead (that is closer to the oracle), but may not take lse from it.
+    Products of bf16 q and k are accumulated in fp32; the softmax runs in fp32 on base 2, relative to the row maximum; P
+    is rounded to bf16 for the second product, which is accumulated in fp32. The row sum uses the fp32 P before
+    rounding, as flash attention accumulates it, so lse carries no bf16 error and o carries all of it. A kernel may
+    divide o by the sum of the rounded P instead (closer to the oracle), but may not take lse from it.
 
-    Raises ValueError if torch was told to lower the precision of fp32 matrix products.
+    Raises ValueError if torch uses reduced precision for fp32 matmuls.
     """
     full_precision(case)
     return _attend(case, inputs, _rounded_rows, torch.bfloat16, torch.float32)
@@ -486,7 +489,7 @@ def _attend(
         return {name: torch.cat([one[name][0].transpose(0, 1) for one in each]) for name in each[0]}
     q, k, v = inputs["q"], inputs["k"], inputs["k" if case["kv"] == "latent" else "v"]
     batch, kv_heads, t, hd = case.int("batch"), case.int("kv_heads"), case.int("t"), case.int("hd")
-    # The query heads of one KV head lie next to each other. Folded into rows, they read its keys once.
+    # The query heads of one KV head are adjacent. Folded into rows, they read its keys once.
     rows = case.int("heads") // kv_heads * t
     q = q.reshape(batch, kv_heads, rows, hd)
     o = torch.empty(q.shape, dtype=o_dtype, device=q.device)
@@ -510,7 +513,7 @@ def _attend(
 
 
 def _keyless_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax) -> Rows:
-    """Rows of a sequence without keys, exact and rounded alike."""
+    """Rows of a sequence without keys, the same in exact and in rounded arithmetic."""
     return torch.zeros_like(q), softmax.sink
 
 

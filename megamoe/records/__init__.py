@@ -1,1 +1,1 @@
-"""Lines of record files: their form, keys and severity, where they come from, and how they are written; no policy."""
+"""Lines of record files: their form, keys and severity, their provenance, and how they are written; no policy."""

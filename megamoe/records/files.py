@@ -1,8 +1,8 @@
-"""Record files, and writes that are all or nothing: a reader sees what was there before or what is there now.
+"""Record files and atomic writes: a reader sees either the old content or the new.
 
-A line is one write(), but Linux ends a write() of a killed process at a page boundary (seen on ext4). So a kill at any
-instant leaves whole lines and at most one torn last line; the reader reports it and ignores it. A lock lets one process
-write at a time, so that only the last line can be torn.
+A line is one write(), but Linux ends a killed process's write() at a page boundary (seen on ext4). A kill at any
+instant therefore leaves whole lines and at most one torn last line; the reader reports it and ignores it. A lock lets
+one process write at a time, so that only the last line can be torn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megamoe.records.lines import (
 )
 
 RUNS = Path("results/runs")
-"""Where runs write, in the current folder."""
+"""Where runs write, relative to the current folder."""
 
 _KINDS = ", ".join(model.model_fields["kind"].default for model in get_args(AnyLine))
 _THIS_VERSION = f'{{"schema_version":{SCHEMA_VERSION},'.encode()
@@ -49,7 +49,7 @@ _THIS_VERSION = f'{{"schema_version":{SCHEMA_VERSION},'.encode()
 class RecordFile:
     """The content of a record file. `torn` is a sentence about a torn last line, None if there is none.
 
-    `older`: runs all of whose lines were of an older schema.
+    `older`: runs whose lines all have an older schema.
     """
 
     path: Path
@@ -59,17 +59,17 @@ class RecordFile:
 
     @property
     def headers(self) -> tuple[RunHeader, ...]:
-        """The runs whose lines the file holds."""
+        """The headers of the runs in the file."""
         return tuple(line for line in self.lines if isinstance(line, RunHeader))
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """The verdicts."""
+        """The verdicts on rows."""
         return tuple(line for line in self.lines if isinstance(line, Record))
 
     @property
     def agreements(self) -> tuple[Agreement, ...]:
-        """How far apart backends lie."""
+        """The distances between backends."""
         return tuple(line for line in self.lines if isinstance(line, Agreement))
 
     @property
@@ -79,17 +79,17 @@ class RecordFile:
 
     @property
     def figures(self) -> tuple[Figures, ...]:
-        """The compiler's figures."""
+        """The compiler figures."""
         return tuple(line for line in self.lines if isinstance(line, Figures))
 
     @property
     def acceptances(self) -> tuple[Acceptance, ...]:
-        """The reasons for changes of a baseline."""
+        """The reasons for changes to a baseline."""
         return tuple(line for line in self.lines if isinstance(line, Acceptance))
 
 
 def take_lock(descriptor: int, taken: str) -> None:
-    """Takes the lock of an open file or folder, until it is closed. RecordError(`taken`) if another process has it."""
+    """Locks an open file or folder until it is closed. Raises RecordError(`taken`) if another process has the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -98,7 +98,7 @@ def take_lock(descriptor: int, taken: str) -> None:
 
 @contextmanager
 def locked(descriptor: int, taken: str) -> Iterator[None]:
-    """Holds the lock of an open file or folder, then closes it. RecordError as for take_lock."""
+    """Holds the lock of an open file or folder, then closes it. Raises RecordError as take_lock does."""
     try:
         take_lock(descriptor, taken)
         yield
@@ -109,8 +109,8 @@ def locked(descriptor: int, taken: str) -> Iterator[None]:
 class RecordWriter:
     """Appends lines to a record file, each by one write() to a descriptor opened with O_APPEND, then fsync.
 
-    RecordError if the file cannot be opened, has another writer, ends in a torn line, or takes less than a whole line,
-    and for a line that could not be read again.
+    Raises RecordError if the file cannot be opened, has another writer, ends in a torn line, or accepts less than a
+    whole line, and for a line that could not be read back.
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,12 +152,12 @@ class RecordWriter:
             raise RecordError(f"{self.path} took {written} of a line's {len(data)} bytes: the disk is probably full")
 
     def _take_back(self, size: int) -> None:
-        """Takes a part of a line back, so that the file is whole and the run can be resumed once there is room."""
+        """Truncates a partial line, so that the file is whole and the run can resume once there is room."""
         with suppress(OSError):
             os.ftruncate(self._descriptor, size)
 
     def close(self) -> None:
-        """Closes the descriptor. Every line is on the disk already."""
+        """Closes the descriptor. Every line is already on disk."""
         os.close(self._descriptor)
 
     def __enter__(self) -> RecordWriter:
@@ -173,7 +173,8 @@ _LINE: TypeAdapter[AnyLine] = TypeAdapter(Annotated[AnyLine, Field(discriminator
 
 
 def read_records(path: Path) -> RecordFile:
-    """Reads a record file and reports a torn last line. RecordError, with its number, for any other bad line."""
+    """Reads a record file and reports a torn last line. Raises RecordError with the line number for any other bad
+    line."""
     try:
         data = plain_bytes(path, most=None)
     except OSError as error:
@@ -182,7 +183,7 @@ def read_records(path: Path) -> RecordFile:
 
 
 def newest_records(files: Iterable[RecordFile], wanted: Callable[[Record], bool]) -> dict[Row, Record]:
-    """Of each row the `wanted` record of the run that started last; of several of these the last one."""
+    """For each row, the `wanted` record of the run that started last. If that run has several, the last one."""
     found: dict[Row, tuple[str, Record]] = {}
     for file in files:
         started = {header.run: header.started for header in file.headers}
@@ -194,7 +195,8 @@ def newest_records(files: Iterable[RecordFile], wanted: Callable[[Record], bool]
 
 
 def files_in(given: Sequence[Path]) -> list[Path]:
-    """The record files that are named, each once: a folder means the *.jsonl in it. RecordError if it has none."""
+    """The given record files, each once; a folder stands for the *.jsonl in it. Raises RecordError if a folder has
+    none."""
     found: dict[Path, None] = {}
     for path in given:
         inside = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
@@ -205,13 +207,13 @@ def files_in(given: Sequence[Path]) -> list[Path]:
 
 
 def newest_run(home: Path = Path()) -> Path | None:
-    """The file of results/runs in `home` that was written last, or None; of several at one time the last by name."""
+    """The file of results/runs in `home` that was written last, or None. Equal times are ordered by name."""
     files = (home / RUNS).glob("*.jsonl")
     return max(files, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
 
 
 def parse_records(path: Path, data: bytes) -> RecordFile:
-    """As read_records, from bytes; messages call them `path`."""
+    """Like read_records, from bytes; messages name them `path`."""
     *whole, tail = data.split(b"\n")
     torn = None
     if tail:
@@ -222,12 +224,12 @@ def parse_records(path: Path, data: bytes) -> RecordFile:
 
 
 class _VersionError(ValueError):
-    """A line of a version that this megamoe cannot read. Messages put the text after the number of the line."""
+    """A line of a version that this megamoe cannot read. Messages put the text after the line number."""
 
 
 def _parse_line(path: Path, number: int, text: bytes) -> AnyLine:
     try:
-        # Readers disagree on which of two equal keys counts.
+        # Readers disagree on which of two equal keys wins, so refuse both.
         line: object = json.loads(text, object_pairs_hook=_once)
         return _LINE.validate_json(text if text.startswith(_THIS_VERSION) else _upgraded(line, text))
     except RecursionError:
@@ -246,7 +248,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _upgraded(line: object, text: bytes) -> bytes:
-    """The line in this version's form. Validation refuses what is no object."""
+    """The line in the current version's form. A line that is not an object is left to validation."""
     if not isinstance(line, dict):
         return text
     known = cast("dict[str, object]", line)
@@ -256,12 +258,12 @@ def _upgraded(line: object, text: bytes) -> bytes:
 
 
 def _of_this_version(text: bytes) -> bool:
-    """Whether a line that can be read was written in this version's form."""
+    """Whether a readable line was written in the current version's form."""
     return text.startswith(_THIS_VERSION) or json.loads(text).get("schema_version") == SCHEMA_VERSION
 
 
 def _version(line: dict[str, object]) -> int:
-    """The version of a line, if this megamoe reads it. Of other versions not even the kinds are known."""
+    """The version of a line, if this megamoe reads it. In other versions even the kinds of lines are unknown."""
     readable = f"this megamoe reads {' and '.join(f'schema {one}' for one in (*UPGRADES, SCHEMA_VERSION))}"
     if "schema_version" not in line:
         raise _VersionError(f": it has no schema_version; {readable}")
@@ -290,10 +292,10 @@ def _complaint(error: ValueError) -> str:
 
 
 def write_file(path: Path, data: str | bytes, what: str, durable: bool = True) -> None:
-    """Replaces the file at `path`, and makes its folder if need be. Text becomes UTF-8.
+    """Replaces the file at `path`, and makes its folder if needed. Text becomes UTF-8.
 
-    RecordError "cannot write WHAT PATH: ..." if it cannot be written, or is there and is no plain file. `durable` waits
-    for the disk (4 ms on a shared one), so that a loss of power leaves no empty file either.
+    Raises RecordError "cannot write WHAT PATH: ..." if it cannot be written, or if `path` exists and is not a plain
+    file. `durable` waits for the disk (4 ms on a shared one), so that a power loss leaves no empty file either.
     """
     try:
         _check_plain(path)
@@ -311,9 +313,9 @@ def write_file(path: Path, data: str | bytes, what: str, durable: bool = True) -
 
 
 def write_folder(folder: Path, files: Mapping[str, str], what: str) -> None:
-    """Makes `folder` with `files`, text by relative path, all of them inside of it.
+    """Creates `folder` with `files`: text by relative path, all inside the folder.
 
-    RecordError if it holds something, or cannot be written, or if a path leads out of it.
+    Raises RecordError if the folder is not empty, cannot be written, or if a path leads out of it.
     """
     try:
         if folder.is_symlink():
@@ -336,7 +338,8 @@ def write_folder(folder: Path, files: Mapping[str, str], what: str) -> None:
 
 
 def check_place(path: Path, what: str) -> None:
-    """RecordError, as of write_file, if it could not replace `path`: for a command that would learn it at its end."""
+    """Raises write_file's RecordError if `path` could not be replaced. Lets a command fail at its start, not at its
+    end."""
     try:
         _check_plain(path)
     except OSError as error:
@@ -344,10 +347,10 @@ def check_place(path: Path, what: str) -> None:
 
 
 def _check_plain(path: Path) -> None:
-    """OSError, saying what it is, if there is something at `path` that is no plain file: a device, a pipe, a link.
+    """Raises OSError, naming the kind, if something other than a plain file is at `path`: a device, a pipe, a link.
 
-    Such a thing is never replaced nor written to: a device would be gone, a pipe would wait for its reader for ever,
-    and a link leads to where nobody has said to write.
+    Such a thing is never replaced or written to: a device would be lost, a pipe would wait for its reader forever, and
+    a link leads to a place that the user did not name.
     """
     try:
         mode = path.lstat().st_mode

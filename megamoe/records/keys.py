@@ -1,18 +1,18 @@
-"""What a line is about, the one key under which lines of two files meet; and which of several lines counts.
+"""The key of a line, under which lines of two files are compared, and the severity that decides between several lines.
 
-The one order of severity, where several lines speak of one row:
+The order of severity, for several lines about one row:
 
-1. failed: the kernel ran to its end and its outputs are wrong, or it broke a rule of the machine. In production nobody
-   would notice; every other status is loud.
-2. crashed: the process died, and everything else in it with it.
-3. timed_out: it hung. A deadlock is no better than a crash, but it costs its own row alone.
+1. failed: the kernel ran to its end with wrong outputs, or broke a rule of the machine. In production nobody would
+   notice; every other status is loud.
+2. crashed: the process died, with everything else in it.
+3. timed_out: it hung. A deadlock is no better than a crash, but it costs only its own row.
 4. error: the backend or the executor refused with an exception; no kernel did wrong.
-5. not_run: nothing is known, though the row was asked for. It must not hide any of the above.
-6. unsupported: it is known that there is nothing to run: no kernel did wrong and nothing is left to be done. It ranks
-   below not_run, as an answer must not hide an open question.
+5. not_run: nothing is known although the row was requested. It must not hide any of the above.
+6. unsupported: it is known that there is nothing to run: no kernel did wrong and nothing is left to do. It ranks below
+   not_run, because an answer must not hide an open question.
 7. passed.
 
-STATUSES of the contract only lists the names, in the order in which tables count them.
+The contract's STATUSES only lists the names, in the order of table columns.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ KeyedLine = Record | Timing | Figures
 
 
 class Key(NamedTuple):
-    """What one line is about. A field that does not apply to its kind is empty.
+    """The subject of a line. A field that does not apply to the line's kind is empty.
 
-    `kind`: a Record gives a verdict, a Timing a time, a Figures the figures of a compiler; empty in `program` and
-    `cell`, which lines of several kinds share. `assembler` is a name; the version stays in the line, so that lines of
-    two versions meet.
+    `kind`: "verdict" for a Record, "timing" for a Timing, "figures" for a Figures; empty in `program` and `cell`, which
+    lines of several kinds share. `assembler` is the name only; the version stays in the line, so that lines of two
+    versions match.
     """
 
     kind: Literal["verdict", "timing", "figures", ""]
@@ -45,7 +45,7 @@ class Key(NamedTuple):
 
     @classmethod
     def of(cls, line: KeyedLine | Row) -> Key:
-        """The key of a line; that of a row is the key of its record."""
+        """The key of a line. For a row, the key of its record."""
         what = (line.case, line.backend, line.target)
         if isinstance(line, Figures):
             return cls("figures", *what, assembler=line.assembler.partition(" ")[0])
@@ -60,22 +60,22 @@ class Key(NamedTuple):
 
     @property
     def by(self) -> str:
-        """Who made the line: the executor, or the assembler."""
+        """What made the line: the executor, or the assembler."""
         return self.executor or self.assembler
 
     @property
     def variant(self) -> str:
-        """The schedule of a verdict, the temperature of a time; empty for figures."""
+        """The schedule of a verdict or the temperature of a time; empty for figures."""
         return self.schedule or self.temperature
 
     @property
     def program(self) -> Key:
-        """What was built, whatever runs or assembles it."""
+        """The key of the built program, whatever runs or assembles it."""
         return Key("", self.case, self.backend, self.target)
 
     @property
     def cell(self) -> Key:
-        """What ran where, under any schedule and at any temperature of the L2."""
+        """What ran where, under any schedule and at any L2 temperature."""
         return Key("", self.case, self.backend, self.target, self.executor)
 
     def __str__(self) -> str:
@@ -84,11 +84,11 @@ class Key(NamedTuple):
 
 
 SEVERITY: tuple[Status, ...] = ("failed", "crashed", "timed_out", "error", "not_run", "unsupported", "passed")
-"""The worst first."""
+"""Statuses, worst first."""
 
 _Line = TypeVar("_Line", bound=Record | Timing)
 
 
 def worst(lines: Iterable[_Line]) -> _Line:
-    """The line with the worst status; of several with that status the last. ValueError if there is none."""
+    """The line with the worst status; the last one if several have it. Raises ValueError if there is none."""
     return min(reversed([*lines]), key=lambda line: SEVERITY.index(line.status))

@@ -1,13 +1,13 @@
 """The lines of a record file. megamoe.records.files writes and reads them.
 
-`kind: run` is the provenance of one run, `record` the verdict on one row, `agreement` how far apart the backends of
-one case lie, `timing` the device time of one row, `figures` the compiler's numbers of a program, `acceptance` the
-reason for a change of a baseline, `signature` who vouches for a run. Each line carries the id of its run, so that files
-can be concatenated. The form is versioned; `UPGRADES` brings a line of an older version to this one.
+`kind: run` is the provenance of one run, `record` the verdict on one row, `agreement` the distance between the backends
+of one case, `timing` the device time of one row, `figures` the compiler's numbers for a program, `acceptance` the
+reason for a change to a baseline, `signature` who vouches for a run. Each line carries its run's id, so that files can
+be concatenated. The form is versioned; `UPGRADES` converts lines of older versions.
 
 `record_schema` is for readers that are not written in Python. `megamoe schema > results/schema/record-2.schema.json`
-renews the tracked file; a test says when that is due. JSON Schema cannot say that there are as many rounds as samples,
-nor that the op is that of the case: the models here do.
+renews the tracked file; a test fails when that is due. JSON Schema cannot express that there are as many rounds as
+samples, or that the op is the case's; the models here check that.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from megamoe.contract import DeviceFacts, Flush, Row, Status, Temperature
 
 SCHEMA_VERSION = 2
 BASELINE_RUN = "baseline"
-"""The run of lines that any run would repeat: those of a baseline."""
+"""The run id of a baseline's lines, which any run would repeat."""
 ERRORS: Final = ("rms", "row", "max", "bias")
 """The errors of an output, each with a bar, as megamoe.judge.tolerance defines them."""
 MAX_CHARACTERS = 200
-"""How much of a value a message repeats; a line of a record file may hold megabytes."""
+"""How much of a value a message repeats. A line of a record file may hold megabytes."""
 
 
 class RecordError(Exception):
-    """A record file that cannot be read or written; the text says which file, which line and why."""
+    """A record file that cannot be read or written. The text says which file, which line and why."""
 
 
 MAX_SENTENCE = 4000
-"""Characters of what a judge, a backend or an assembler says of a row. The command that reruns the row comes on top."""
+"""Limit for what a judge, a backend or an assembler says about a row. The rerun command is not counted."""
 MAX_LINE_TEXT = 2 * MAX_SENTENCE
 MAX_NAME = 1000
-"""Characters of a case, a backend and everything else that names a row."""
+"""Limit for the name of a case, a backend, and anything else that names a row."""
 MAX_SHARDS = 1000
-"""Parts of a run set."""
+"""Maximum number of shards in a run set."""
 
 
 def shortened(text: str, most: int = MAX_CHARACTERS) -> str:
@@ -60,7 +60,7 @@ def _named(text: str) -> str:
     return text
 
 
-# Of a line that is made here, and of one that is read: a record file may be anybody's.
+# Applies to lines made here and to lines read: a record file may come from anyone.
 Sentence = Annotated[str, AfterValidator(_capped)]
 Name = Annotated[str, AfterValidator(_named)]
 
@@ -73,9 +73,9 @@ class _Line(BaseModel):
 
 
 class Shard(BaseModel):
-    """Which part of a run set a run is: number `index` of `count`, from 1 (megamoe.records.shards).
+    """Identifies a run as shard `index` (from 1) of the `count` shards of a run set (megamoe.records.shards).
 
-    `run_set` names the set; `plan` is the digest of which row is in which shard.
+    `run_set` names the set; `plan` is a digest of the assignment of rows to shards.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -98,7 +98,7 @@ class Shard(BaseModel):
 class RunHeader(_Line):
     """The provenance of a run. `started` is UTC, ISO 8601; a version is None if the package is not installed.
 
-    `selection` is that of the whole run set where the run is a `shard`; `owed_rows` counts the rows of the shard.
+    For a `shard`, `selection` is the whole run set's; `owed_rows` counts the shard's rows.
 
     `device` is None if no row ran on an accelerator. `software`: versions of peers and compilers by name. `digests`:
     SHA-256 of the "specs", of the "expected" failures and of the "code"; a run of an older megamoe has none.
@@ -125,13 +125,13 @@ class RunHeader(_Line):
 class Record(_Line):
     """The verdict on one row.
 
-    `judge_host_seconds`: seconds that the judge took on this host, with the comparison, and with the reference unless
-    the row before had the same case. Never a time of a GPU. None if the judge did not finish. `audit_host_seconds`:
-    those of them that went into running the row again (megamoe.judge.audit); None if it was not audited.
-    `program_sha256` is the digest of the PTX text, None if no program was built; `input_sha256` those of the inputs.
-    `metrics` come from the comparison, `counters` (0 or more) from the executor and the reference. `bundle` is the
-    folder with the evidence of a failure. `artifact`: what ran, where PTX alone does not say it: the digest of a host
-    object ("host_object"), its "entry" and "compiler", or the packages of a Python call ("python NAME").
+    `judge_host_seconds`: seconds that the judge took on this host, including the comparison, and the reference unless
+    the previous row had the same case. Never a GPU time. None if the judge did not finish. `audit_host_seconds`: the
+    part spent on running the row again (megamoe.judge.audit); None if it was not audited. `program_sha256` is the
+    digest of the PTX text, None if no program was built; `input_sha256` has the digests of the inputs. `metrics` come
+    from the comparison, `counters` (0 or more) from the executor and the reference. `bundle` is the folder with the
+    evidence of a failure. `artifact`: what ran, where the PTX alone does not say it: the digest of a host object
+    ("host_object"), its "entry" and "compiler", or the packages of a Python call ("python NAME").
     """
 
     kind: Literal["record"] = "record"
@@ -163,15 +163,15 @@ class Record(_Line):
 
     @property
     def row(self) -> Row:
-        """The row that this record is about."""
+        """The row of this record."""
         return Row(self.case, self.backend, self.target, self.executor, self.schedule)
 
 
 class Agreement(_Line):
-    """How far the outputs of two or more backends lie apart in one case, and which backend stands alone.
+    """The distance between the outputs of two or more backends for one case, and which backend stands alone.
 
-    `metrics` has ONE~OTHER.TENSOR.max, .rms (absolute, where both are finite) and .unequal (share of elements). The
-    distance of each from the oracle is in the metrics of its own record. `alone`: the backend whose verdict no other
+    `metrics` has ONE~OTHER.TENSOR.max, .rms (absolute, where both are finite) and .unequal (share of elements). Each
+    backend's distance from the oracle is in the metrics of its own record. `alone`: the backend whose verdict no other
     shares.
     """
 
@@ -190,14 +190,14 @@ class Agreement(_Line):
 class Timing(_Line):
     """Device time of one row at one temperature of the L2 cache: "cold" after a flush, "hot" right after itself.
 
-    `samples_us` are raw, in the order taken, microseconds a launch; a sample is the mean of `launches_per_sample`
-    launches. `rounds` gives the round of each sample: rounds of all backends of a case alternate. `discarded` counts
-    the samples that were thrown away, by reason ("throttled", "under the floor"). `floor_us` is the physical floor,
-    from `floor_by`. `stopped_by`: the relative standard error was reached ("precision") or the budget was spent.
-    There are samples only if `status` is "passed": the outputs of the timed replays were right. `method` is None if
-    nothing was timed. `flush`: how the L2 was emptied before a cold sample, "clean" by reading and "dirty" by writing;
-    None in older records, whose flush wrote. `bare_read_us`: the time of a kernel that only reads as many bytes as the
-    case needs, cold, in the same process.
+    `samples_us` are raw, in the order taken, in microseconds per launch; a sample is the mean of `launches_per_sample`
+    launches. `rounds` gives the round of each sample: the backends of a case take turns in every round. `discarded`
+    counts the dropped samples by reason ("throttled", "under the floor"). `floor_us` is the physical floor, set by
+    `floor_by`. `stopped_by`: the relative standard error was reached ("precision") or the budget was spent. There are
+    samples only if `status` is "passed": the outputs of the timed replays were right. `method` is None if nothing was
+    timed. `flush`: how the L2 was emptied before a cold sample, "clean" by reading and "dirty" by writing; None in
+    older records, whose flush wrote. `bare_read_us`: cold time of a kernel that only reads as many bytes as the case
+    needs, in the same process.
     """
 
     kind: Literal["timing"] = "timing"
@@ -233,7 +233,7 @@ class Timing(_Line):
 
 
 class Figures(_Line):
-    """The assembler's numbers of a program. `kernels`: entry -> registers, spill_bytes, smem_bytes, code_bytes."""
+    """The assembler's numbers for a program. `kernels`: entry -> registers, spill_bytes, smem_bytes, code_bytes."""
 
     kind: Literal["figures"] = "figures"
     case: Name
@@ -247,7 +247,7 @@ class Figures(_Line):
 
 
 class Acceptance(_Line):
-    """The reason for a change of a baseline, which a person accepted on purpose. `accepted` is UTC, ISO 8601."""
+    """The reason for a baseline change that a person accepted. `accepted` is UTC, ISO 8601."""
 
     kind: Literal["acceptance"] = "acceptance"
     row: Name
@@ -267,7 +267,7 @@ class Signature(_Line):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a verdict rests on; the fields are those of Record."""
+    """The evidence of a verdict; the fields are those of Record."""
 
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     counters: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -290,9 +290,9 @@ def record_of(
     host_seconds: float | None = None,
     specs: Path | None = None,
 ) -> Record:
-    """The record of `row`. Unless it passed, its sentence ends with the command that reruns the row.
+    """The record of `row`. Unless the row passed, the sentence ends with the command that reruns it.
 
-    `specs`: the folder of the specs that the run was given, None for those of the checkout.
+    `specs`: the spec folder of the run, None for the checkout's.
     """
     if status != "passed":
         said = shortened(sentence.strip(), MAX_SENTENCE).rstrip(".")
@@ -325,7 +325,7 @@ def _second_version(line: dict[str, Any]) -> dict[str, Any]:
     return {**line, "schema_version": 2}
 
 
-# Version -> a function that makes a line of the next version. The second only added kinds and optional fields.
+# Version -> function that converts a line to the next version. The second only added kinds and optional fields.
 UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _second_version}
 
 
@@ -343,7 +343,7 @@ _NUMBER = {
 
 
 def record_schema(version: int = SCHEMA_VERSION) -> dict[str, Any]:
-    """The schema of one line of `version`, one of VERSIONS. KeyError for another."""
+    """The schema of one line of `version`, one of VERSIONS. Raises KeyError for another."""
     if version not in VERSIONS:
         raise KeyError(version)
     schema = TypeAdapter(Annotated[AnyLine, Field(discriminator="kind")]).json_schema(mode="serialization")
@@ -360,7 +360,7 @@ def record_schema(version: int = SCHEMA_VERSION) -> dict[str, Any]:
 
 
 def _complete(models: dict[str, Any]) -> None:
-    """Adds the checks of the models beyond the types of their fields."""
+    """Adds the models' checks that go beyond field types."""
     for model in models.values():
         if "kind" in model["properties"]:
             model["required"] = sorted({*model["required"], "schema_version", "kind"})
@@ -381,7 +381,7 @@ def _complete(models: dict[str, Any]) -> None:
 
 
 def _as_the_first(schema: dict[str, Any]) -> None:
-    """Takes away the kinds and the optional fields that the second version added."""
+    """Removes the kinds and the optional fields that the second version added."""
     mapping = schema["discriminator"]["mapping"]
     kept = {kind: mapping[kind] for kind in _KINDS_OF_THE_FIRST}
     schema["discriminator"]["mapping"] = kept

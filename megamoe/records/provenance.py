@@ -26,9 +26,9 @@ def run_header(
     expected: Path | None = None,
     shard: Shard | None = None,
 ) -> RunHeader:
-    """The header of a run that starts now; its id is unique. `specs`, `expected`: what it was given, None for ours.
+    """The header of a run that starts now, with a unique id. `specs`, `expected`: the run's files, None for ours.
 
-    `shard`: which part of a run set it is.
+    `shard`: the run's part of a run set.
     """
     started = datetime.now(UTC)
     return RunHeader(
@@ -50,10 +50,10 @@ def run_header(
 
 
 def digests_of(specs: Path | None = None, expected: Path | None = None) -> dict[str, str]:
-    """SHA-256 of the specs, of the file of expected failures, and of the code as it lies on the disk.
+    """SHA-256 of the specs, of the file of expected failures, and of the code on disk.
 
-    The code is that of megamoe and of backends, and the pinned versions: two trees that differ anywhere in it differ
-    here, committed or not.
+    The code means megamoe, backends and the pinned versions: two trees that differ in any of them have different
+    digests, committed or not.
     """
     package = Path(__file__).resolve().parents[1]
     code = [path for room in (package, package.parent / "backends") for path in room.rglob("*")]
@@ -91,7 +91,7 @@ def git_revision(folder: Path) -> str | None:
 
 
 def committed(path: Path) -> bool:
-    """Whether the file at `path` is tracked by git, and as it was committed."""
+    """Whether git tracks the file at `path`, unchanged since its commit."""
     tracked = _git(path.parent, "ls-files", "--error-unmatch", "--", path.name)
     return bool(tracked) and _git(path.parent, "diff", "--name-only", "HEAD", "--", path.name) == ""
 

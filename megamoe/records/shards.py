@@ -1,8 +1,9 @@
-"""A run that is cut into shards: which rows each one has, and what the header of each says.
+"""Cuts a run into shards: which rows each shard has, and what its header says.
 
-The cut follows from the rows and from the tracked records alone, so that jobs of one commit agree without talking. A
-group of rows prefers the shards in an order of its own (rendezvous hashing), and goes to the first that has room for
-its cost: a shard may cost SLACK times its fair share. So a new row moves few others, and another shard takes from all.
+The cut depends only on the rows and the tracked records, so that jobs of one commit agree without communicating. A
+group of rows prefers the shards in an order of its own (rendezvous hashing) and goes to the first with room for its
+cost: a shard may cost SLACK times its fair share. A new row therefore moves few others, and an added shard takes some
+from each.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megamoe.spec.selection import Selection, SelectionError
 
 SLACK: Final = 1.1
 UNKNOWN_S: Final = 1.0
-"""The cost of each row where no record knows any."""
+"""The cost of each row if no record knows any."""
 TRACKED: Final = CHECKOUT / "results" / "records"
 _NTH = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 _Item = TypeVar("_Item")
@@ -33,8 +34,8 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class Nth:
-    """One of `count` shards; `index` begins at 1. `run_set`: a name common to all of them, "" for one that is made from
-    what they run."""
+    """One of `count` shards; `index` starts at 1. `run_set`: a name common to all of them, "" to derive it from what
+    they run."""
 
     index: int
     count: int
@@ -42,7 +43,7 @@ class Nth:
 
     @classmethod
     def parse(cls, text: str, run_set: str = "") -> Nth:
-        """ "2/3" -> the second of three. SelectionError for anything else."""
+        """Parses "2/3" as the second of three. Raises SelectionError for anything else."""
         match = _NTH.fullmatch(text)
         if not match:
             raise SelectionError(f"shard {text[:40]!r} is not of the form INDEX/COUNT, such as 1/4")
@@ -56,28 +57,28 @@ class Nth:
         return cls(index, count, run_set)
 
     def of(self, items: Iterable[_Item]) -> list[_Item]:
-        """Every `count`-th, from the `index`-th on."""
+        """Every `count`-th item, starting with the `index`-th."""
         return list(items)[self.index - 1 :: self.count]
 
 
 WHOLE: Final = Nth(1, 1)
-"""The one shard of what is not cut."""
+"""The only shard of an uncut run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Rows in shards: `shards[0]` is the first one's, in the order in which the rows were given."""
+    """Rows in shards: `shards[0]` has the first shard's rows, in the given order."""
 
     shards: tuple[tuple[Row, ...], ...]
 
     @property
     def plan(self) -> str:
-        """Which row is in which shard, as a digest: shards with different ones do not belong together."""
+        """A digest of the assignment of rows to shards. Shards with different plans do not belong together."""
         placed = sorted(f"{row}\0{index}" for index, shard in enumerate(self.shards) for row in shard)
         return hashlib.sha256("\n".join(placed).encode()).hexdigest()[:16]
 
     def shard(self, nth: Nth, selection: Selection, digests: Mapping[str, str]) -> Shard:
-        """What the header of a shard says. `digests`: of the specs, the expected failures and the code."""
+        """What the header of a shard says. `digests`: the specs', the expected failures' and the code's."""
         what = json.dumps([selection.kept, sorted(digests.items()), nth.count, self.plan])
         run_set = nth.run_set or hashlib.sha256(what.encode()).hexdigest()[:12]
         return Shard(index=nth.index, count=nth.count, run_set=run_set, plan=self.plan)
@@ -86,8 +87,8 @@ class Cut:
 def cut(rows: Sequence[Row], count: int, seconds: Mapping[Row, float]) -> Cut:
     """`rows` in `count` shards of about equal cost, none of them empty. `seconds`: the cost of each row.
 
-    Rows of one case, target and executor stay together: backends are held against each other, and timed by turns, in
-    one run; and schedules share an oracle. SelectionError for fewer such groups than shards.
+    Rows of one case, target and executor stay together: one run compares backends and times them in turns, and
+    schedules share an oracle. Raises SelectionError if there are fewer such groups than shards.
     """
     costs: dict[str, float] = {}
     for row in dict.fromkeys(rows):
@@ -105,7 +106,7 @@ def cut(rows: Sequence[Row], count: int, seconds: Mapping[Row, float]) -> Cut:
             chosen = min(preferred, key=loads.__getitem__)
         placed[group], loads[chosen] = chosen, loads[chosen] + costs[group]
     for index in set(range(count)) - set(placed.values()):
-        # The groups that come last are cheap enough to fit elsewhere.
+        # The cheapest groups are placed last and may all fit elsewhere. Move one here from the most crowded shard.
         crowded = max(range(count), key=lambda one: sum(where == one for where in placed.values()))
         placed[min((one for one in placed if placed[one] == crowded), key=lambda one: _rank(one, index))] = index
     return Cut(tuple(tuple(row for row in dict.fromkeys(rows) if placed[_group(row)] == one) for one in range(count)))
@@ -116,14 +117,14 @@ def _group(row: Row) -> str:
 
 
 def cut_now(rows: Sequence[Row], count: int) -> Cut:
-    """`rows` in `count` shards by the costs that the tracked records have now. Raises what `cut` raises."""
+    """`rows` in `count` shards, with costs from the tracked records. Raises what `cut` raises."""
     return cut(rows, count, cost_of(rows))
 
 
 def _fair_share(costs: Sequence[float], count: int) -> float:
-    """What a shard costs if all are alike, but for groups that are dearer than that and have one to themselves.
+    """The cost of a shard if all shards are equal, except groups that cost more and get a shard to themselves.
 
-    `costs`: the dearest first.
+    `costs`: in descending order.
     """
     left = sum(costs)
     for alone, cost in enumerate(costs[: count - 1]):
@@ -138,9 +139,9 @@ def _rank(group: str, index: int) -> bytes:
 
 
 def cost_of(rows: Iterable[Row], folder: Path = TRACKED) -> dict[Row, float]:
-    """Host seconds of each row, as the newest record of it in `folder` has them.
+    """Host seconds of each row, from its newest record in `folder`.
 
-    A row without one gets the median of its op; an op without one the median of all, or UNKNOWN_S.
+    A row without a record gets the median of its op; an op without one gets the overall median, or UNKNOWN_S.
     """
     known = _recorded(folder)
     by_op: dict[str, list[float]] = {}
@@ -153,7 +154,7 @@ def cost_of(rows: Iterable[Row], folder: Path = TRACKED) -> dict[Row, float]:
 
 @cache
 def _recorded(folder: Path) -> dict[Row, float]:
-    """Host seconds of every row that has a record in `folder`; of several records the newest counts."""
+    """Host seconds of every row that has a record in `folder`; the newest record counts."""
     files = map(read_records, sorted(folder.glob("*.jsonl")))
     found = newest_records(files, lambda record: bool(record.judge_host_seconds) and record.status == "passed")
     return {row: record.judge_host_seconds or 0.0 for row, record in found.items()}

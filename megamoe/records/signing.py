@@ -1,8 +1,8 @@
 """Signatures of runs: who vouches for the lines of a record file. Off by default; Ed25519, by `cryptography`.
 
-A signature is over the SHA-256 of the text of every line of its run, in order, and stands after them. So files can be
-concatenated, and lines of another run in between change nothing. A key file is PEM, as `openssl genpkey -algorithm
-ed25519` writes it; keys that are trusted stand in a file of hexadecimal public keys, one a line.
+A signature covers the SHA-256 of the text of every line of its run, in order, and follows these lines. Files can
+therefore be concatenated, and lines of other runs in between change nothing. A key file is PEM, as written by `openssl
+genpkey -algorithm ed25519`. Trusted keys are in a file of hexadecimal public keys, one per line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MISSING = (
 
 
 def private_key(path: Path) -> Ed25519PrivateKey:
-    """The key in a PEM file. RecordError if it holds none."""
+    """The key in a PEM file. Raises RecordError if there is none."""
     try:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -43,13 +43,14 @@ def private_key(path: Path) -> Ed25519PrivateKey:
 
 
 def signed(run: str, data: bytes, key: Ed25519PrivateKey) -> Signature:
-    """The signature of `run`, whose lines are in the file with content `data`."""
+    """The signature of `run`, whose lines are in a file with content `data`."""
     text = key.sign(_digest(data, run))
     return Signature(run=run, key=key.public_key().public_bytes_raw().hex(), signature=text.hex())
 
 
 def trusted_keys(path: Path) -> frozenset[str]:
-    """The public keys in a file: hexadecimal, one a line; what follows a # says whose. RecordError for another line."""
+    """The public keys in a file: hexadecimal, one per line, with the owner after a #. Raises RecordError for any other
+    line."""
     try:
         lines = plain_bytes(path).decode("utf-8").splitlines()
     except OSError as error:
@@ -67,9 +68,9 @@ def trusted_keys(path: Path) -> frozenset[str]:
 
 
 def distrusted(path: Path, data: bytes, runs: dict[str, Signature], known: frozenset[str]) -> list[str]:
-    """A sentence for each run in the file with content `data` that none of the `known` keys has signed as it is.
+    """A sentence for each run in the file with content `data` that no `known` key has signed in its current form.
 
-    `runs`: the last signature of each run of the file that has one.
+    `runs`: the last signature of each run that has one.
     """
     try:
         from cryptography.exceptions import InvalidSignature

@@ -30,7 +30,7 @@ _STYLES: dict[Call, str] = {
 
 
 def shown(comparison: Comparison, everything: bool = False) -> tuple[ComparedRow, ...]:
-    """The rows that differ from before, or all of them if `everything`."""
+    """The rows that changed, or all of them if `everything`."""
     return tuple(row for row in comparison.rows if everything or row.call != "SAME")
 
 
@@ -77,7 +77,7 @@ def _styled(row: ComparedRow) -> Text:
 
 
 def _called(row: ComparedRow) -> str:
-    """The call; for a status that changed, also its direction."""
+    """The call; for a changed status, also its direction."""
     if row.call != "STATUS-CHANGED":
         return row.call
     return f"{row.call} ({'worse' if row.regression else 'better'})"
@@ -97,7 +97,7 @@ def forest_span(rows: Sequence[ComparedRow]) -> float:
 def forest(row: ComparedRow, span: float, width: int = FOREST_WIDTH) -> str:
     """The interval of `row` as a line of `width` characters, from -span to +span with 0 in the middle.
 
-    Dots mark the threshold; an arrow means that the interval goes on.
+    Dots mark the threshold; an arrow means that the interval extends further.
     """
     if row.ratio is None or row.low is None or row.high is None or row.threshold is None:
         return " " * width
@@ -123,7 +123,7 @@ def forest(row: ComparedRow, span: float, width: int = FOREST_WIDTH) -> str:
 
 
 def as_markdown(comparison: Comparison, strict: bool = False) -> str:
-    """For a comment on a change: the verdict, the counts, and at most MAX_ROWS rows that differ."""
+    """Markdown for a comment on a change: the verdict, the counts, and at most MAX_ROWS rows that differ."""
     verdict = "regression" if comparison.exit_status(strict) else "no regression"
     lines = [
         f"### megamoe compare: {verdict}",
@@ -153,7 +153,7 @@ def _cell(text: str) -> str:
 
 
 def as_json(comparison: Comparison, strict: bool = False) -> dict[str, object]:
-    """The whole comparison as plain values. null is the upper end of an interval that has none."""
+    """The whole comparison as plain values. An interval without an upper end has null there."""
     return {
         "format": FORMAT,
         "before": comparison.before,
@@ -184,7 +184,7 @@ def _plain(value: object) -> object:
 
 
 def lines_of(comparison: Comparison) -> Iterator[str]:
-    """What to read before the rows: both sides, and how their machines differ."""
+    """Lines to read before the rows: both sides, and how their machines differ."""
     yield f"before: {comparison.before}"
     yield f"after:  {comparison.after}"
     yield from (f"not the same machine: {difference}" for difference in comparison.across)

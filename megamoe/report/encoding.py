@@ -1,7 +1,7 @@
 """The data of the page: one compact object of lists and numbers that holds every record of the input.
 
-Repeated values (texts, metrics, counters) are stored once and referred to by index: a record is a dozen small numbers.
-assets/data.js decodes it; so does `decode_records` here, and tests hold its result against the input.
+Repeated values (texts, metrics, counters) are stored once and referred to by index, so a record is a dozen small
+numbers. assets/data.js decodes it, and so does `decode_records` here; tests compare the result with the input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megamoe.report.measures import counter_ratios, error_ratio, floor_of, sprea
 Json = dict[str, object]
 DIGITS = 5
 MAX_SAMPLES = 256
-"""The page draws so many samples of a timing, and its extremes. Median and interval are those of all samples."""
+"""The page draws at most this many samples of a timing, and its extremes. Median and interval use all samples."""
 STEPS = 4095
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 RECORD_FIELDS = (
@@ -30,7 +30,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class Index(Generic[_Key]):
-    """Numbers distinct values in the order in which they first come."""
+    """Numbers distinct values in order of first appearance."""
 
     def __init__(self, values: Sequence[_Key] = ()) -> None:
         self._places: dict[_Key, int] = {value: place for place, value in enumerate(values)}
@@ -57,7 +57,8 @@ def number(value: float) -> float | int | str | None:
 
 
 class Encoder:
-    """Turns lines into rows of numbers. Once all lines are encoded, `tables` holds what the numbers refer to."""
+    """Turns lines into rows of numbers. Once all lines are encoded, `tables` holds the values that the numbers refer
+    to."""
 
     def __init__(self, material: Material) -> None:
         self.texts: Index[str] = Index()
@@ -110,7 +111,7 @@ class Encoder:
         return place
 
     def agreement(self, line: Agreement) -> Json:
-        """How far the outputs of backends on one case lie apart."""
+        """Encodes the distance between the backends' outputs for one case."""
         return {
             "case": self.cases[line.case], "target": line.target, "executor": line.executor, "schedule": line.schedule,
             "run": self.runs[line.run], "backends": line.backends, "alone": line.alone, "sentence": line.sentence,
@@ -118,7 +119,7 @@ class Encoder:
         }  # fmt: skip
 
     def timing(self, line: Timing, drawn: bool) -> list[object]:
-        """The values of TIMING_FIELDS; with at most MAX_SAMPLES samples if they will be `drawn`."""
+        """The values of TIMING_FIELDS, with at most MAX_SAMPLES samples if they will be `drawn`."""
         told = spread(line.samples_us)
         found = floor_of(line, self._devices.get(line.run))
         floor, by = (number(found[0]), found[1]) if found else (None, None)
@@ -163,7 +164,7 @@ class Encoder:
 
 
 def _packed(samples: Sequence[float]) -> list[object]:
-    """The least and the greatest sample shown, and each sample in two letters: its step of STEPS between these."""
+    """The smallest and the largest sample shown, and each sample in two letters: its step of STEPS between them."""
     kept = sorted({*_evenly(len(samples)), samples.index(min(samples)), samples.index(max(samples))})
     shown = [samples[place] for place in kept]
     low, high = min(shown), max(shown)
@@ -178,7 +179,7 @@ def _evenly(count: int) -> list[int]:
 
 
 def decode_records(data: Mapping[str, list[list[object]]]) -> Iterator[Json]:
-    """Decodes the records of a page's data, as assets/data.js does; for tests and scripts."""
+    """Decodes the records of a page's data as assets/data.js does; for tests and scripts."""
     for row in data["records"]:
         found = dict(zip(RECORD_FIELDS, row, strict=True))
         backend, target, executor = data["subjects"][_place(found["subject"])]

@@ -1,7 +1,7 @@
-"""Files beside the records that a report shows: bundles of failures, what `megamoe explain` wrote, the VM's coverage.
+"""Files that a report shows besides records: bundles of failures, output of `megamoe explain`, the VM's coverage.
 
-Error maps and pictures of tensor memory are small and shown in the page; the other files are linked. megamoe may not
-import the VM, so it reads two tracked tables: coverage.md says what the VM implements, witness.jsonl what witnesses it.
+Error maps and pictures of tensor memory are small and embedded in the page; other files are linked. megamoe may not
+import the VM, so it reads two tracked tables: coverage.md says what the VM implements, witness.jsonl what confirms it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_BYTES = 400_000
 class RowFiles:
     """Files about one row. `links`: name -> URL relative to the page. `maps`: tensor -> the text of its error map.
 
-    `pictures`: name -> data URL of an SVG file. As the source of an image, an SVG can neither run nor load anything.
+    `pictures`: name -> data URL of an SVG file. As an image source, an SVG can neither run nor load anything.
     """
 
     links: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -36,9 +36,9 @@ class RowFiles:
 
 
 def bundles(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[str, RowFiles]:
-    """Bundle that a record names -> its files, for the folders that exist. Paths are relative to `home`.
+    """Bundle named by a record -> its files, for folders that exist. Paths are relative to `home`.
 
-    `page`: the path of the report. Error maps beyond MAX_BYTES in all are only linked.
+    `page`: the path of the report. Once the error maps exceed MAX_BYTES in total, the rest is only linked.
     """
     found: dict[str, RowFiles] = {}
     left = MAX_BYTES
@@ -57,9 +57,9 @@ def bundles(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[
 
 
 def traces(records: Iterable[Record], page: Path, home: Path = Path()) -> dict[str, RowFiles]:
-    """ "case backend target" -> the files of `megamoe explain`, for the folders that exist.
+    """Maps case, backend and target in one string to the files of `megamoe explain`, for folders that exist.
 
-    Pictures of tensor memory beyond MAX_BYTES in all are only linked.
+    Once the pictures of tensor memory exceed MAX_BYTES in total, the rest is only linked.
     """
     found: dict[str, RowFiles] = {}
     left = MAX_BYTES
@@ -104,7 +104,8 @@ _ROW = re.compile(r"\| `(?P<form>[^`]*)` \| (?P<section>[^|]*) \| (?P<witness>[^
 
 @dataclass(frozen=True, slots=True)
 class InstructionForm:
-    """One instruction form. `witness`: "hardware" or "document". `kernels`: packages of others whose kernels ran it."""
+    """One instruction form. `witness`: "hardware" or "document". `kernels`: third-party packages whose kernels ran
+    it."""
 
     family: str
     form: str
@@ -115,7 +116,7 @@ class InstructionForm:
 
 @dataclass(frozen=True, slots=True)
 class ForeignKernel:
-    """A kernel that others wrote, run in the VM."""
+    """A third-party kernel that ran in the VM."""
 
     package: str
     target: str
@@ -128,7 +129,7 @@ class ForeignKernel:
 
 
 def read_coverage(path: Path = COVERAGE) -> tuple[InstructionForm, ...]:
-    """The forms in the order of the table; none if there is no file."""
+    """The forms in the order of the table. Empty if there is no file."""
     return tuple(_forms(_text(path)))
 
 
@@ -143,7 +144,7 @@ def _forms(text: str) -> Iterator[InstructionForm]:
 
 
 def read_foreign_kernels(path: Path = WITNESS) -> tuple[ForeignKernel, ...]:
-    """The kernels of the table. Skips lines that are no object: the test of the table judges them."""
+    """The kernels of the table. Skips lines that are not objects; the table's own test checks those."""
     return tuple(kernel for line in _text(path).splitlines() if (kernel := _kernel(line)))
 
 

@@ -1,4 +1,4 @@
-"""The place of a case in the heat map of its op: in a grid if its matrix is a product of axes, else in a list."""
+"""Places a case in the heat map of its op: in a grid if its matrix is a product of axes, else in a list."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ OTHER = "other cases"
 class Grid:
     """Cases by axes. `cells[row][column]` is a case id, or None where there is no case.
 
-    The rows have one axis, `row_axis`; the columns may have several. Values are spelt as in case ids. `fixed`: the axes
-    that have one value in all cells, other than their default.
+    Rows have one axis, `row_axis`; columns may have several. Values are spelt as in case ids. `fixed`: axes that have
+    one value in all cells, other than their default.
     """
 
     title: str
@@ -34,14 +34,14 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A list of cases whose axes span no grid."""
+    """A list of cases whose axes do not form a grid."""
 
     title: str
     cases: tuple[str, ...]
 
     @property
     def shared(self) -> list[str]:
-        """The parts of the id that all cases share, if there are several cases."""
+        """The parts of the id that all cases share. Empty for a single case."""
         parts = [case.partition(":")[2].split(",") for case in self.cases]
         return [part for part in parts[0] if all(part in other for other in parts)] if len(parts) > 1 else []
 
@@ -52,7 +52,7 @@ Block = Grid | Listing
 def lay_out(spec: Spec | None, case_ids: Iterable[str]) -> list[Block]:
     """Blocks that hold each of `case_ids` once. A grid is complete; a listing holds only the given cases.
 
-    Blocks stand in the order of the spec, cases unknown to it last. Without a spec there is one listing.
+    Blocks follow the order of the spec, with cases unknown to it last. Without a spec there is one listing.
     """
     wanted = dict.fromkeys(case_ids)
     blocks: list[Block] = []
@@ -77,7 +77,7 @@ def cases_of(block: Block) -> list[str]:
 
 
 def axes_of(spec: Spec | None, case_id: str) -> dict[str, str]:
-    """Axis -> value as spelt in ids, defaults included. For an id that the spec refuses: the values in the id."""
+    """Axis -> value as spelt in ids, including defaults. For an id that the spec refuses, only the values in the id."""
     if spec is not None:
         try:
             return {name: spell(value) for name, value in spec.parse_case(case_id).axes}
@@ -104,7 +104,7 @@ def _values(cases: Sequence[Case], axis: str) -> list[AxisValue]:
 
 
 def _varying(cases: Sequence[Case]) -> list[str]:
-    """The axes whose full product is `cases`; none if there are fewer than two or the product is not full."""
+    """The axes whose full product is `cases`. Empty if there are fewer than two axes or the product is incomplete."""
     if not cases or len({(case.inputs, case.seed) for case in cases}) > 1:
         return []
     axes = [name for name, _ in cases[0].axes if len(_values(cases, name)) > 1]
@@ -115,7 +115,8 @@ def _varying(cases: Sequence[Case]) -> list[str]:
 
 
 def _merged(products: Sequence[tuple[str, Sequence[Case]]]) -> list[tuple[str, list[Case]]]:
-    """Joins products whose fixed axes agree into one grid: a matrix of long rows stands beside one of shorter rows."""
+    """Joins products whose fixed axes agree into one grid, so that a matrix of long rows is next to one of shorter
+    rows."""
     grids: list[tuple[str, list[Case]]] = []
     for name, cases in products:
         for place, (title, held) in enumerate(grids):
@@ -158,7 +159,7 @@ def _grid(title: str, cases: Sequence[Case], spec: Spec) -> Grid:
 
 
 def _rank(value: AxisValue) -> tuple[bool, float, str]:
-    """The key that sorts numbers by size, then words."""
+    """A sort key: numbers by size, then words."""
     number = not isinstance(value, str) and value is not None
     return (not number, float(value) if isinstance(value, int | float) else 0.0, spell(value))
 

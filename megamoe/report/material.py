@@ -1,4 +1,4 @@
-"""The material of a report: the lines of record files, ordered by their runs."""
+"""Collects the material of a report: the lines of record files, ordered by their runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULT_FOLDERS = ("results/baselines", "results/records")
 
 
 class Subject(NamedTuple):
-    """Backend, target and executor: a heat map has a band of rows for each."""
+    """Backend, target and executor. A heat map has a band of rows for each."""
 
     backend: str
     target: str
@@ -69,7 +69,7 @@ class Material:
 
     @property
     def devices(self) -> dict[str, DeviceFacts | None]:
-        """Run -> the device of its rows."""
+        """Run -> the device that its rows ran on."""
         return {header.run: header.device for header in self.runs}
 
     @property
@@ -88,16 +88,16 @@ def _subject(line: Record | Timing) -> Subject:
 
 
 def natural(text: str) -> list[tuple[int, str]]:
-    """A key that sorts as people do: A2 before A10, hd=64 before hd=128."""
+    """A sort key in natural order: A2 before A10, hd=64 before hd=128."""
     parts = re.split(r"([0-9]+)", text)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part]
 
 
 def record_files(given: Sequence[Path] = (), home: Path = Path()) -> list[Path]:
-    """The files to read: the given ones, where a folder means the *.jsonl in it, or else those of `home`.
+    """The files to read: the given ones (a folder stands for the *.jsonl in it), or else the default files in `home`.
 
-    Those of `home` are in results/baselines and results/records, and the newest of results/runs. Raises RecordError
-    if there is none.
+    The defaults are results/baselines, results/records and the newest file of results/runs. Raises RecordError if there
+    is none.
     """
     if given:
         return files_in(given)
@@ -113,8 +113,8 @@ def record_files(given: Sequence[Path] = (), home: Path = Path()) -> list[Path]:
 def gather(paths: Sequence[Path]) -> Material:
     """Reads the files. Raises RecordError if one cannot be read, or if none holds a line.
 
-    A baseline says what is expected, not what happened last, so it counts as older than any run. All baselines have one
-    run id; here each gets the name of its file.
+    A baseline says what is expected, not what happened last, so it counts as older than any run. All baselines share
+    one run id; here each gets the name of its file.
     """
     files = tuple(_with_name_of_its_own(read_records(path)) for path in paths)
     lines = list(dict.fromkeys(_Once(line) for file in files for line in file.lines))
@@ -147,7 +147,7 @@ def _with_name_of_its_own(file: RecordFile) -> RecordFile:
 
 
 class _Once:
-    """Equality of lines by their text: a run in two files counts once."""
+    """Compares lines by their text, so that a run in two files counts once."""
 
     __slots__ = ("line", "text")
 

@@ -16,7 +16,7 @@ from megamoe.records.lines import Timing
 LEVELS = 7
 Style = Literal["number", "percent", "microseconds"]
 
-# Signs differ in shape: a colour-blind reader and a black-and-white printer keep them apart.
+# Signs differ in shape, so that colour-blind readers and black-and-white prints can tell them apart.
 SIGNS: Mapping[Status, str] = {
     "passed": "✓",
     "failed": "✗",
@@ -32,7 +32,7 @@ SIGNS: Mapping[Status, str] = {
 class Measure:
     """A number of a row. `bounds`: the LEVELS - 1 limits between levels, from the ideal outwards; none for verdicts.
 
-    `source`: where the number comes from, "metrics" or "counters" of records, "cold" or "hot" timings.
+    `source`: where the number comes from: "metrics" or "counters" of records, "cold" or "hot" timings.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Measure:
     higher_is_better: bool = False
 
     def level(self, value: float) -> int:
-        """0 at the ideal to 6; NaN is 6."""
+        """The level: 0 at the ideal, up to 6. NaN is 6."""
         if math.isnan(value):
             return LEVELS - 1
         beyond = (value < bound if self.higher_is_better else value > bound for bound in self.bounds)
@@ -105,7 +105,7 @@ MEASURES: tuple[Measure, ...] = (
 
 
 def error_ratio(metrics: Mapping[str, float]) -> tuple[float, str] | None:
-    """The largest ratio of a TENSOR.METRIC to its TENSOR.METRIC.bar, and its name; None if no metric has a bar.
+    """The largest ratio of a TENSOR.METRIC to its TENSOR.METRIC.bar, and its name. None if no metric has a bar.
 
     Outputs of codes have no bar: any wrong code counts as infinity, none as 0. NaN counts as infinity.
     """
@@ -127,7 +127,7 @@ def _over(value: float, bar: float) -> float:
 
 
 def counter_ratios(counters: Mapping[str, int]) -> dict[str, float]:
-    """Measure of source "counters" -> its value, for those that these counters allow."""
+    """Measure of source "counters" -> its value, for the measures that these counters allow."""
     found: dict[str, float] = {}
     if counters.get("useful_flops") and "mma_flops" in counters:
         found["mma_flops"] = counters["mma_flops"] / counters["useful_flops"]
@@ -141,9 +141,9 @@ def counter_ratios(counters: Mapping[str, int]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median of samples and its distribution-free interval of at least 95 % confidence, from order statistics.
+    """Median of samples and its distribution-free interval with at least 95 % confidence, from order statistics.
 
-    Of fewer than six samples the interval is their whole range, with less confidence.
+    With fewer than six samples the interval is their whole range, at less confidence.
     """
 
     median: float
@@ -152,15 +152,15 @@ class Spread:
 
 
 MIN_LAUNCH_US = 1.0
-"""A physical floor below it says nothing of a kernel: none in the records of an H200 runs in less than 3."""
+"""A shorter physical floor says nothing about a kernel: none in an H200's records runs in less than 3 us."""
 
 
 def floor_of(timing: Timing, device: DeviceFacts | None) -> tuple[float, str] | None:
-    """The floor to hold a timing against, in microseconds, and what makes it; None if the timing has none.
+    """The floor to compare a timing with, in microseconds, and what sets it. None if the timing has none.
 
-    By "bytes" or "flops" it is the physical one, by "empty kernel" the time in which this device launches a kernel that
-    does nothing. By "launch" it is the physical one, but shorter than any launch on a device whose empty kernel nobody
-    has timed: then there is no share of it to speak of.
+    With "bytes" or "flops" it is the physical floor, with "empty kernel" this device's time to launch a kernel that
+    does nothing. With "launch" it is a physical floor shorter than any launch, on a device whose empty kernel has not
+    been timed: then a share of it would mean nothing.
     """
     if timing.floor_us is None:
         return None
@@ -172,7 +172,7 @@ def floor_of(timing: Timing, device: DeviceFacts | None) -> tuple[float, str] | 
 
 
 def share_of_floor(timing: Timing, device: DeviceFacts | None) -> float | None:
-    """Floor over median time; None if nothing was timed or there is no floor that a kernel could reach."""
+    """Floor over median time. None if nothing was timed or no kernel could reach the floor."""
     told, floor = spread(timing.samples_us), floor_of(timing, device)
     return None if told is None or floor is None or floor[1] == "launch" else floor[0] / told.median
 
@@ -189,7 +189,7 @@ def spread(samples: Sequence[float]) -> Spread | None:
 
 
 def _rank(count: int) -> int:
-    """Samples to leave out at either end: the greatest rank with 2 P(Binomial(count, 1/2) <= rank) within 5 %."""
+    """Samples to leave out at either end: the largest rank with 2 P(Binomial(count, 1/2) <= rank) within 5 %."""
     if count > 1000:
         return max(0, math.floor(count / 2 - 0.98 * math.sqrt(count)) - 1)
     tail, rank = 1, 0

@@ -1,4 +1,4 @@
-"""The page: one HTML file that holds its style, script and data, and asks no network for anything.
+"""The page: one HTML file that holds its style, script and data, and needs no network.
 
 A content security policy admits this style and this script by their digests, so nothing in a record can run.
 """
@@ -38,7 +38,7 @@ SCRIPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a report shows beside records. `made`: when; `specs`: op -> spec, which lays out the cases."""
+    """What a report shows besides records. `made`: when; `specs`: op -> spec, used to lay out the cases."""
 
     specs: Mapping[str, Spec]
     made: datetime
@@ -84,7 +84,7 @@ def _digest(text: str) -> str:
 
 
 def page_data(material: Material, extras: Extras) -> Json:
-    """The data of the page as one object; encoding.py defines how lines are written in it."""
+    """The page's data as one object; encoding.py defines the form of its lines."""
     encoder = Encoder(material)
     newest = {id(line) for line in material.latest_timings}
     data: Json = {
@@ -147,7 +147,7 @@ def _block(block: Block, encoder: Encoder) -> Json:
 
 
 def _work(material: Material, encoder: Encoder) -> Json:
-    """Case -> useful FLOPs and least bytes, which place it under a roofline."""
+    """Case -> useful FLOPs and minimum bytes, its place under a roofline."""
     found = {one.case: one.counters for one in material.records if {"useful_flops", "minimum_bytes"} <= {*one.counters}}
     return {str(encoder.cases[case]): [one["useful_flops"], one["minimum_bytes"]] for case, one in found.items()}
 

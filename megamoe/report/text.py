@@ -32,7 +32,8 @@ _BAD = "bold white on red"
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A case of a subject: its worst status over the schedules, and floor over median time, cold."""
+    """A case of a subject: its worst status over the schedules, and its cold share of the floor (floor over median
+    time)."""
 
     status: Status
     floor: float | None
@@ -47,7 +48,7 @@ _Cells = Mapping[tuple[str, Subject], _Cell]
 
 
 def tables(material: Material, specs: Mapping[str, Spec], comparison: Comparison | None = None) -> Group:
-    """The whole report, to be printed."""
+    """The whole report, ready to print."""
     cells = _cells(material)
     parts: list[RenderableType] = [_heading(material)]
     for op in material.ops:
@@ -78,7 +79,7 @@ def _heading(material: Material) -> Text:
 
 
 def _timed_on(material: Material) -> list[str]:
-    """The devices of the runs with timings; the newest run may have another."""
+    """The devices of the runs with timings. The newest run may have another."""
     devices = {run.run: run.device.name for run in material.runs if run.device}
     return list(dict.fromkeys(devices[line.run] for line in material.timings if line.run in devices))
 
@@ -127,7 +128,7 @@ def _grid(block: Grid, subjects: Sequence[Subject], cells: _Cells) -> Table:
 
 
 def _column_labels(block: Grid) -> list[str]:
-    """Headers of one line for each axis; a value is shown where it changes."""
+    """Headers with one line per axis; a value is shown where it changes."""
     lines: list[list[str]] = []
     for level in range(len(block.column_axes)):
         lines.append([label for value, span in spans(block.columns, level) for label in [value, *[""] * (span - 1)]])
@@ -151,7 +152,7 @@ def _listing(block: Listing, subjects: Sequence[Subject], cells: _Cells) -> Tabl
 
 
 def _worst(material: Material) -> Iterator[RenderableType]:
-    """The rows that did not pass, or if all passed, those nearest to their bars."""
+    """The rows that did not pass. If all passed, the rows nearest to their bars."""
     bad = [record for record in material.latest if record.status not in ("passed", "unsupported")]
     bad.sort(key=lambda record: SEVERITY.index(record.status))
     if bad:
@@ -178,7 +179,7 @@ def _worst(material: Material) -> Iterator[RenderableType]:
 
 
 def _counters(material: Material) -> Iterator[RenderableType]:
-    """Median and worst of each ratio of counters, by op and subject."""
+    """Median and worst of each counter ratio, by op and subject."""
     measures = [measure for measure in MEASURES if measure.source == "counters"]
     found: dict[tuple[str, Subject], list[dict[str, float]]] = {}
     for record in material.latest:

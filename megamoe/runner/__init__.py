@@ -1,1 +1,1 @@
-"""Other people's code in a process of its own, asked over a pipe of data; no other room of megamoe runs any of it."""
+"""Runs other people's code in a separate process, over a pipe of data; no other room of megamoe runs any of it."""

@@ -1,4 +1,4 @@
-"""What backends and executors say of themselves, asked in processes of their own; none of them is imported here."""
+"""Asks backends and executors what they can do, in separate processes; none of them is imported here."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from megamoe.runner.process import RunnerDiedError, RunnerFaultError, nursery
 from megamoe.runner.requests import BACKEND, EXECUTOR
 
 MAX_ASKED_S: Final = 60.0
-"""Host seconds in which a backend or an executor must be imported and say what it can do."""
+"""Host seconds for importing a backend or an executor and getting its answer."""
 
 
-# Nobody is judged while it is asked, so that it may import what it likes.
+# Nothing is judged here, so the code may import what it likes.
 ASKED: Final = Confinement(references=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a backend says. `executors`: the only ones on which it owes rows, None for all. `missing`: for a borrowed
-    backend, what is not installed; `borrowed`: whether it is one."""
+    """What a backend offers. `executors`: the only ones on which it owes rows, None for all.
+
+    `borrowed`: whether it is a borrowed backend; `missing`: what such a backend needs and is not installed.
+    """
 
     targets: tuple[Target, ...]
     executors: tuple[str, ...] | None
@@ -35,7 +37,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What an executor says. `schedules`: the only ones it has, None for all. `unavailable`: reasons by target."""
+    """What an executor can do. `schedules`: the only ones it has, None for all. `unavailable`: reasons by target."""
 
     device: str
     schedules: tuple[str, ...] | None
@@ -44,7 +46,7 @@ class Abilities:
 
 
 def offer_of(backend: str, op: str) -> Offer:
-    """What `backend` offers of `op`. UnsupportedError, with a sentence, if it does not say."""
+    """What `backend` offers for `op`. Raises UnsupportedError, with a sentence, if it does not answer."""
     told = _asked(BACKEND, "backend", backend, (op,), _place())
     if isinstance(told, str):
         raise UnsupportedError(told)
@@ -56,7 +58,7 @@ def offer_of(backend: str, op: str) -> Offer:
 
 
 def machine_of(executor: str) -> Abilities:
-    """What `executor` says of itself. UnsupportedError, with a sentence, if it does not say."""
+    """What `executor` can do. Raises UnsupportedError, with a sentence, if it does not answer."""
     told = _asked(EXECUTOR, "executor", executor, TARGETS, _place())
     if isinstance(told, str):
         raise UnsupportedError(told)
@@ -71,8 +73,8 @@ def _names(told: list[str] | None) -> tuple[str, ...] | None:
 
 
 def _place() -> tuple[str, ...]:
-    """What else an answer depends on: where modules are searched."""
-    # An entry may be the name of a hook.
+    """The module search path, which an answer also depends on."""
+    # An entry may name an import hook instead of a folder.
     return tuple(os.path.abspath(path) if os.path.isdir(path or ".") else path for path in sys.path)
 
 
@@ -80,7 +82,7 @@ def _place() -> tuple[str, ...]:
 def _asked(call: str, kind: str, name: str, about: Sequence[str], place: tuple[str, ...]) -> dict[str, Any] | str:
     told = {kind: name, "ops" if kind == "backend" else "targets": list(about)}
     try:
-        # One of the user's own imports torch, and a registered one only when it builds or runs.
+        # A user's executor or backend imports torch at once, a registered one only when it builds or runs.
         with nursery(torch=":" in name).runner(f"{kind} {name}", ASKED) as runner:
             return dict(runner.ask(call, told, MAX_ASKED_S).told)
     except UnsupportedError as error:

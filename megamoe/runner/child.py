@@ -1,14 +1,14 @@
-"""The process that runs other people's code: what it is kept from, and the requests that it answers.
+"""The process that runs other people's code: its restrictions, and how it answers requests.
 
 It is forked from a keeper that has imported nothing of ours that runs a kernel or knows an output. A request names a
-function of megamoe, which takes a Frame and returns one. What a runner is kept from, where the system can:
+function of megamoe, which takes a Frame and returns one. Where the system can, a runner is denied:
 
-- other descriptors than its own pipe, so that it cannot speak for the process that started it;
-- the folders in `Confinement.hidden`, by Landlock (Linux 5.13), which lets it signal or trace no process outside
-  either (6.12);
-- the references, which `import` refuses. That alone is a lock against accidents: a file can be read in other ways;
-- more memory, larger files and core dumps than `Confinement` grants, by resource limits; its keeper ends it for memory
-  that it really holds, for processes and for what it writes.
+- descriptors other than its own pipe, so that it cannot impersonate the process that started it;
+- the folders in `Confinement.hidden`, by Landlock (Linux 5.13), which also keeps it from tracing and (6.12) signalling
+  processes outside;
+- the references, by refusing to `import` them. Alone, this only prevents accidents: a file can be read in other ways;
+- more memory, larger files and core dumps than `Confinement` grants, by resource limits. Its keeper ends it for excess
+  resident memory, processes or written bytes.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ from megamoe.runner.wire import MAX_SENTENCE, Frame, Json, SilenceError, receive
 
 MAX_KEPT_MIB: Final = 128
 MAX_FILE_BYTES: Final = 4 << 30
-"""Of one file that a runner writes."""
+"""Limit for one file that a runner writes."""
 REFERENCES: Final = "megamoe.ops"
 
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
     """What a runner may do. `hidden`: folders that it can neither read nor write. `references`: whether it may import
-    them. `memory`: bytes of address space beyond what it starts with, 0 for any, as CUDA reserves terabytes.
-    `resident`: bytes of memory of its own that it and what it has started may hold, 0 for any; `processes`: how many
-    these may be at a time; `written`: bytes that they may write to files. Its keeper looks every tenth of a second.
+    them.
+
+    `memory`: bytes of address space beyond what it starts with, 0 for no limit, because CUDA reserves terabytes.
+    `resident`: bytes of unshared memory that it and its descendants may hold, 0 for no limit. `processes`: how many of
+    these may exist at a time. `written`: bytes that they may write to files. Its keeper checks every tenth of a second.
     """
 
     hidden: tuple[str, ...] = ()
@@ -61,7 +63,7 @@ class Confinement:
 
     @property
     def watched(self) -> bool:
-        """Whether the keeper has to look."""
+        """Whether the keeper has anything to check."""
         return bool(self.resident or self.processes or self.written)
 
 
@@ -70,7 +72,7 @@ UNCONFINED: Final = Confinement()
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a new runner is given: its confinement, and the search path, folder and environment of who asks."""
+    """What a new runner gets: its confinement, and the caller's search path, folder and environment."""
 
     confinement: Confinement
     path: tuple[str, ...]
@@ -78,12 +80,12 @@ class Start:
     environment: dict[str, str]
 
     def told(self) -> Json:
-        """As data."""
+        """The start as JSON data."""
         return asdict(self)
 
     @classmethod
     def of(cls, told: Json) -> Start:
-        """What `told` told."""
+        """Inverse of `told`."""
         confinement = told["confinement"]
         return cls(
             Confinement(**{**confinement, "hidden": tuple(confinement["hidden"])}),
@@ -94,7 +96,8 @@ class Start:
 
 
 def become_runner(pipe: socket.socket, output: int, start: Start) -> NoReturn:
-    """Turns this process, a fresh fork, into a runner that answers on `pipe` until it is closed. Never returns."""
+    """Turns this process, a fresh fork, into a runner that answers on `pipe` until the pipe is closed. Never
+    returns."""
     code = 1
     try:
         spare_shared_pages()
@@ -114,7 +117,7 @@ def become_runner(pipe: socket.socket, output: int, start: Start) -> NoReturn:
 
 
 def keep_only(descriptors: Iterable[int]) -> None:
-    """Closes every descriptor but the standard ones and `descriptors`."""
+    """Closes every descriptor except the standard ones and `descriptors`."""
     kept = {0, 1, 2, *descriptors}
     for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd").exists() else map(str, range(3, 1024)):
         if int(name) not in kept:
@@ -137,12 +140,12 @@ def _take_up(output: int, start: Start) -> None:
     if os.path.isdir(start.folder):
         os.chdir(start.folder)
     sys.path[:] = start.path
-    # The keeper has made up its mind where temporary files go.
+    # tempfile has cached the keeper's folder.
     tempfile.tempdir = None
 
 
 def confine(confinement: Confinement) -> None:
-    """Puts the limits and locks on this process; there is no way back."""
+    """Applies the limits and locks to this process; they cannot be undone."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _lower(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
     if confinement.memory:
@@ -161,7 +164,7 @@ def _lower(limit: int, value: int) -> None:
 
 
 class ReferenceLock(MetaPathFinder):
-    """Refuses to import what knows the right outputs."""
+    """Refuses to import the references, which know the right outputs."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -177,7 +180,7 @@ _TELLING: Final[list[Callable[[], str]]] = []
 
 @contextmanager
 def telling(whereabouts: Callable[[], str] | None) -> Iterator[None]:
-    """Within it, this process says `whereabouts` when its keeper asks what takes so long (SIGUSR1)."""
+    """Within the context, this process answers SIGUSR1 with `whereabouts`: its keeper asks what takes so long."""
     if whereabouts is not None:
         _TELLING.append(whereabouts)
     try:
@@ -232,25 +235,26 @@ def fault_of(error: BaseException) -> Json:
 
 def explain_error(error: BaseException) -> str:
     """An exception as a sentence: type, message, file, line and function."""
-    # Skip the frames of the import machinery.
+    # Skip frames of the import machinery.
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<")]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {str(error) or 'no message'}{where}"
 
 
-# Resident memory when `give_memory_back` last did so.
+# Resident memory when `give_memory_back` last collected.
 _resident_mib = 0.0
 
 
 def collect_seldom() -> None:
-    """A launch makes many objects and few cycles: at Python's own thresholds collecting takes a twelfth of its time."""
+    """Raises the collector's thresholds. A launch makes many objects and few cycles, and with Python's own thresholds
+    collection takes a twelfth of its time."""
     gc.set_threshold(100_000, 50, 100)
 
 
 def spare_shared_pages() -> None:
-    """For a fresh fork: memory counts from here, and the collector keeps off what is here.
+    """For a fresh fork: counts memory growth from here, and excludes existing objects from collection.
 
-    To collect the modules of a keeper copies their pages: it took half of the time of a runner that has a small row.
+    Collecting the keeper's modules copies their pages. That took half of a runner's time for a small row.
     """
     global _resident_mib
     gc.freeze()
@@ -259,11 +263,10 @@ def spare_shared_pages() -> None:
 
 
 def give_memory_back() -> None:
-    """Returns freed memory to the system once the process has grown by MAX_KEPT_MIB: what malloc keeps, and cycles
-    where that is not enough.
+    """Returns freed memory to the system once the process has grown by MAX_KEPT_MIB.
 
-    What is left then are decoded kernels, a million objects that form no cycle: the collector is kept off them, as a
-    look at them all takes 0.3 s.
+    First it trims what malloc keeps. If that is not enough, it collects cycles too. What remains are decoded kernels: a
+    million objects without cycles. They are excluded from collection, because each scan of them takes 0.3 s.
     """
     global _resident_mib
     if not _has_grown():
@@ -288,7 +291,7 @@ def _trim() -> None:
 
 
 def resident_mib() -> float:
-    """Resident memory of this process in MiB; infinite where the system has no /proc."""
+    """Resident memory of this process in MiB; infinite if the system has no /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -296,7 +299,8 @@ def resident_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
-# Linux, by the numbers of its headers: prctl.h, and landlock.h with the system calls 444 to 446 of every architecture.
+# Linux constants from prctl.h and landlock.h, and system calls 444 to 446, which have these numbers on every
+# architecture.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION, _BENEATH, _SCOPE_SIGNAL = 1, 1, 2
@@ -316,29 +320,30 @@ def with_parent_dies() -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends, so that none escapes it."""
+    """Makes this process the parent of every orphaned descendant, so that none escapes it."""
     if sys.platform == "linux":
         _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def landlock_version() -> int:
-    """The version of Landlock that the kernel has, 0 for none."""
+    """The kernel's Landlock version, 0 for none."""
     if sys.platform != "linux":
         return 0
     return max(0, int(_libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)))
 
 
 def hide(folders: Sequence[str]) -> bool:
-    """Takes from this process the files beneath `folders`, and the right to signal or trace what it did not start.
+    """Denies this process the files beneath `folders`, and signalling or tracing processes that it did not start.
 
-    Whether that was possible. It can make no file beside a hidden folder either, nor in the folders above that.
+    Returns whether that worked. The process cannot create files beside a hidden folder or in the folders above it
+    either.
     """
     version = landlock_version()
     if not version or not folders:
         return False
     rights = _WRITE_FILE | _READ_FILE | _OF_FOLDERS | (_REFER if version > 1 else 0) | (_TRUNCATE if version > 2 else 0)
     libc = _libc()
-    # fs, then net (version 4), then scoped (version 6).
+    # The fields are fs, then net (version 4), then scoped (version 6).
     given = struct.pack("<QQQ", rights, 0, _SCOPE_SIGNAL)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = int(libc.syscall(_CREATE_RULESET, given, ctypes.c_size_t(len(given)), 0))
     if ruleset < 0:
@@ -353,7 +358,7 @@ def hide(folders: Sequence[str]) -> bool:
 
 
 def _beside(hidden: set[str]) -> Iterable[str]:
-    """Every path that is not hidden and lies in a folder above a hidden one: together, all that is not hidden."""
+    """Every unhidden path in a folder above a hidden one. Together they cover all that is not hidden."""
     above = {str(parent) for folder in hidden for parent in Path(folder).parents}
     for folder in sorted(above):
         try:

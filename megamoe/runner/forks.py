@@ -1,8 +1,8 @@
-"""The server of forks: a process that holds torch, of which workers of the judge and keepers of runners are forks.
+"""The fork server: a process with torch loaded, from which the judge's workers and the keepers of runners are forked.
 
-A process that imports torch by itself is ready after 2.6 s; one that is forked with it, after 0.02 s (two cores). The
-server holds besides the specs and what reads records (PRELOADED), nothing that runs a kernel or knows an output. It has
-never initialised CUDA and has one thread, so that a fork of it is as clean as a fresh interpreter.
+A process that imports torch itself is ready after 2.6 s; a fork of the server after 0.02 s (two cores). The server also
+preloads the specs and the record readers (PRELOADED), but nothing that runs a kernel or knows an output. It has never
+initialised CUDA and has one thread, so a fork of it is as clean as a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Final
 from megamoe.contract.scratch import keep_temporary_files_together
 from megamoe.runner.process import PRELOADED, environment_of_servers, keep
 
-# What most forks begin with.
+# Modules that most forks import first.
 _BEGUN_WITH: Final = ("pebble", "megamoe.judge.worker", "megamoe.runner.forks", "megamoe.runner.quiet_start")
 ONE_THREAD: Final = dict.fromkeys(
     ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
 )
-"""One BLAS thread a process: as many processes as cores would fight over more."""
+"""One BLAS thread per process: with as many processes as cores, more threads would compete."""
 
 
 def server_of_forks() -> ForkServerContext:
-    """The server of this process, which holds torch by now. Start its forks within `interrupts_held_back`."""
+    """This process's fork server, with torch loaded. Start its forks within `interrupts_held_back`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *_BEGUN_WITH])
     with interrupts_held_back(), _environment({**environment_of_servers(), **ONE_THREAD}):
         keep_temporary_files_together()
         forkserver.ensure_running()
-    # The first fork waits for the import of torch, where Ctrl-C still works.
+    # The first fork waits for the import of torch, while Ctrl-C still works.
     ready = context.Process(target=_nothing)
     with _main_left_out():
         ready.start()
@@ -47,7 +47,8 @@ def server_of_forks() -> ForkServerContext:
 
 
 def forked_keeper(control: socket.socket) -> BaseProcess:
-    """A keeper for the process at the other end of `control`, forked from the server: it holds torch at once."""
+    """A keeper for the process at the other end of `control`, forked from the server, so that torch is already
+    loaded."""
     context = server_of_forks()
     with interrupts_held_back(), _main_left_out():
         keeper = context.Process(target=_keep_in_a_session_of_its_own, args=(control,), daemon=True)
@@ -56,7 +57,7 @@ def forked_keeper(control: socket.socket) -> BaseProcess:
 
 
 def _keep_in_a_session_of_its_own(control: socket.socket) -> None:
-    # As start_worker: quiet_start was for its start.
+    # As in start_worker: quiet_start's hook was only for the start.
     sys.excepthook = sys.__excepthook__
     os.setsid()
     keep(control)
@@ -64,9 +65,10 @@ def _keep_in_a_session_of_its_own(control: socket.socket) -> None:
 
 @contextmanager
 def _main_left_out() -> Iterator[None]:
-    """Within it, a fork does not run the main file again, which multiprocessing does so that functions in it are known.
+    """Within the context, a fork does not run the main file again.
 
-    It is other people's code, which a keeper has never run.
+    multiprocessing would do that, to make functions in it known. The main file is other people's code, and a keeper
+    must never have run any.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -78,9 +80,10 @@ def _main_left_out() -> Iterator[None]:
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Blocks SIGINT. Processes and threads started within inherit the mask, so that Ctrl-C reaches this process alone.
+    """Blocks SIGINT. Processes and threads started within the context inherit the mask, so that Ctrl-C reaches only
+    this process.
 
-    A worker that is interrupted while it starts would print a traceback of its own.
+    A worker that is interrupted while it starts would print its own traceback.
     """
     # Starting the tracker lifts the mask, so start it first.
     resource_tracker.ensure_running()
@@ -93,7 +96,7 @@ def interrupts_held_back() -> Iterator[None]:
 
 @contextmanager
 def _environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """Within it, this process has that environment."""
+    """Within the context, this process has that environment."""
     before = dict(os.environ)
     replace_environment(environment)
     try:

@@ -1,4 +1,4 @@
-"""What this process may take: memory and time, within a block of code."""
+"""Limits this process's memory and time within a block of code."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ MIN_MEMORY: Final = 4 << 30
 
 
 def share_of_memory(jobs: int) -> int:
-    """Bytes that one of `jobs` may take beyond what it starts with: an even share of the machine's, or MIN_MEMORY."""
+    """Bytes that one of `jobs` may take beyond what it starts with: an even share of the machine's memory, at least
+    MIN_MEMORY."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(MIN_MEMORY, whole // max(jobs, 1))
 
 
 def address_space() -> int:
-    """Bytes of addresses that this process has; 8 GiB where the system does not say."""
+    """Bytes of this process's address space; 8 GiB if the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -31,7 +32,7 @@ def address_space() -> int:
 
 @contextmanager
 def memory_at_most(beyond: int) -> Iterator[None]:
-    """Within it, MemoryError for whatever takes so many bytes of addresses beyond what this process has."""
+    """Within the context, allocations of more than `beyond` bytes of new address space raise MemoryError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limits = [address_space() + beyond, *(one for one in (soft, hard) if one != resource.RLIM_INFINITY)]
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
@@ -43,7 +44,7 @@ def memory_at_most(beyond: int) -> Iterator[None]:
 
 @contextmanager
 def seconds_at_most(seconds: float, over: Callable[[], BaseException]) -> Iterator[None]:
-    """Within it, what `over` makes is raised after so many seconds. In another thread than the main one: no limit."""
+    """Raises what `over` returns once the context has run for `seconds`. No limit outside of the main thread."""
 
     def ring(*_: object) -> None:
         raise over()
@@ -60,16 +61,16 @@ def seconds_at_most(seconds: float, over: Callable[[], BaseException]) -> Iterat
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         if left:
-            # Another limit, such as that of pytest-timeout, holds as before.
+            # Restore an outer timer, such as pytest-timeout's.
             signal.setitimer(signal.ITIMER_REAL, max(left - (monotonic() - began), 1e-3))
 
 
 class TimeIsUpError(BaseException):
-    """Raised in the middle of whatever runs, which must not take it for an error of its own."""
+    """Raised in the middle of any code. A BaseException, so that the code does not handle it as an error of its own."""
 
 
 def time_at_most(seconds: float, where: Callable[[], str]) -> AbstractContextManager[None]:
-    """TimeIsUpError, with what `where` says, after so many seconds."""
+    """Raises TimeIsUpError, with the text of `where`, after so many seconds."""
 
     def up() -> TimeIsUpError:
         found = where()

@@ -1,10 +1,10 @@
-"""Starts runners, asks them, and ends them with all that they have started.
+"""Starts runners, asks them, and ends them with everything that they started.
 
-A keeper stands between: a small process that forks runners, adopts their orphans, passes on a limited share of what
-they print, and says how they ended. It has never run other people's code, so that each runner starts clean, after
-0.02 s. A worker of the judge forks its keeper before it imports anything of ours (`keeper_of_worker`). Any other
-process starts one as a fresh interpreter; a command has one forked from the server of its workers, where runners
-shall hold torch.
+A keeper stands in between: a small process that forks runners, adopts their orphans, passes on a limited amount of
+their output, and reports how they ended. It has never run other people's code, so each runner starts clean, within 0.02
+s. A worker of the judge forks its keeper before it imports anything of ours (`keeper_of_worker`). Any other process
+starts a keeper as a fresh interpreter, except a command whose runners need torch: its keeper is forked from the
+workers' fork server.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from megamoe.runner.child import (
 from megamoe.runner.wire import MAX_SENTENCE, Frame, Json, SilenceError, WireError, receive, send
 
 MAX_PRINTED: Final = 64 << 10
-"""Bytes of a runner's output that are passed on; more is dropped."""
+"""Bytes of a runner's output that are passed on. The rest is dropped."""
 MAX_LEFT: Final = 10_000
-"""Processes that a keeper ends after one runner."""
+"""Maximum number of leftover processes that a keeper ends after one runner."""
 PRELOADED: Final = ("torch", "megamoe.records.lines", "megamoe.spec.ours", "megamoe.runner.requests")
-"""What processes are forked with, as nearly all of them import it: nothing here has run a kernel or knows an output."""
+"""Modules that processes are forked with, because nearly all import them. None has run a kernel or knows an output."""
 _END_S: Final = 10.0
 _LAST_WORDS_S: Final = 2.0
 _ASK: Final = 1 << 63
-"""Set in the number of a runner that is to say where it is; without it, the keeper ends the runner."""
+"""Flag in a runner's number that asks where the runner is. Without it, the keeper ends the runner."""
 _POLL_S: Final = 0.1
 _ENDED_FOR: Final = {
     1 << 16: "it held more memory than its share",
     (1 << 16) + 1: "it had more processes at a time than its share",
     (1 << 16) + 2: "it wrote more to files than its share",
 }
-"""Why a keeper has ended a runner, by the exit code that it gives it. No process has such a code."""
+"""Why a keeper ended a runner, by the exit code that it reports. No process exits with such a code."""
 _GREEDY, _PROLIFIC, _VERBOSE = _ENDED_FOR
 
 
 class RunnerDiedError(Exception):
-    """The runner has ended without an answer, or was ended because it had none in time (`late`).
+    """The runner ended without an answer, or was ended because it gave none in time (`late`).
 
-    The text says whose process it was, and how it ended. `whereabouts`: where a program was that was late, or "".
+    The text says whose process it was and how it ended. `whereabouts`: where a late program was, or "".
     """
 
     def __init__(self, sentence: str, late: bool = False, whereabouts: str = "") -> None:
@@ -68,12 +68,13 @@ class RunnerDiedError(Exception):
 
     @property
     def hung(self) -> str:
-        """What is said of a row that was late, after the time that it had."""
+        """The clause for a late row, to follow its time limit."""
         return f"it hung; when its time was up: {self.whereabouts}" if self.whereabouts else f"it hung: {self}"
 
 
 class RunnerFaultError(Exception):
-    """What the runner was asked to do raised something. The text is its sentence; `traceback` the runner's."""
+    """The requested function raised an exception in the runner. The text is its sentence; `trace` is the runner's
+    traceback."""
 
     def __init__(self, sentence: str, trace: str) -> None:
         super().__init__(sentence)
@@ -99,8 +100,11 @@ def manner_of_death(exit_code: int | None) -> str:
 
 @dataclass(slots=True)
 class _Kept:
-    """A runner as its keeper sees it. `life`: takes its exit code. `watch`: readable at its end; None where unknown.
-    `confinement`: what it may do; `ended_for`: the code of what it was ended for, 0 if it was not."""
+    """A runner as its keeper sees it. `life`: receives its exit code. `watch`: readable once it has ended; None if
+    unsupported.
+
+    `confinement`: what it may do. `ended_for`: the code for which the keeper ended it, else 0.
+    """
 
     pid: int
     life: int
@@ -113,7 +117,8 @@ class _Kept:
 
 
 def keep(control: socket.socket, preload: Sequence[str] = ()) -> NoReturn:
-    """Keeps runners for the process at the other end of `control`, and ends with it. They begin with `preload`."""
+    """Keeps runners for the process at the other end of `control`, and ends with it. They start with `preload`
+    imported."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -184,9 +189,10 @@ def _start(control: socket.socket, answers: int, life: int) -> _Kept:
 
 
 def _end_the_excessive(kept: dict[int, _Kept]) -> None:
-    """Ends a runner that has too much of something; the next look comes when what it leaves behind has ended, too.
+    """Ends a runner that exceeds a limit. The next check follows once its leftovers have ended too.
 
-    What a runner has cut loose the keeper has adopted, and nothing says whose it was: the last one's that was started.
+    The keeper has adopted the processes that runners detached. It cannot tell whose they were, so it counts them
+    towards the runner that was started last.
     """
     watched = [one for one in kept.values() if one.confinement.watched]
     if not watched or any(one.ended_for for one in kept.values()):
@@ -202,7 +208,7 @@ def _end_the_excessive(kept: dict[int, _Kept]) -> None:
 
 
 def _kill(pid: int) -> None:
-    """Ends a runner and, where it leads a group already, at once all of it; what left the group is adopted later."""
+    """Ends a runner and its process group, if it already leads one. What left the group is adopted later."""
     with suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
     with suppress(OSError):
@@ -210,7 +216,7 @@ def _kill(pid: int) -> None:
 
 
 def _excess(may: Confinement, family: list[int]) -> int:
-    """The code of what the processes of a runner have too much of, 0 if of nothing."""
+    """The code of the limit that a runner's processes exceed, 0 if none."""
     if may.processes and len(family) > may.processes:
         return _PROLIFIC
     if may.resident and sum(map(_held, family)) > may.resident:
@@ -219,11 +225,11 @@ def _excess(may: Confinement, family: list[int]) -> int:
 
 
 def _family(pid: int, without: set[int]) -> list[int]:
-    """A process and what descends from it, at most MAX_LEFT of them, but for `without` and what descends from those."""
+    """A process and its descendants, at most MAX_LEFT, except `without` and their descendants."""
     found = [pid]
     for one in found:
         try:
-            # A process is the child of the thread that forked it.
+            # A process is listed under the thread that forked it.
             lists = [(task / "children").read_text() for task in Path(f"/proc/{one}/task").iterdir()]
             children = [int(child) for text in lists for child in text.split()]
         except (OSError, ValueError):
@@ -233,7 +239,7 @@ def _family(pid: int, without: set[int]) -> list[int]:
 
 
 def _held(pid: int) -> int:
-    """Bytes of memory that a process holds, without what it shares with others; 0 if it has ended."""
+    """Bytes of unshared memory that a process holds; 0 if it has ended."""
     try:
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
     except (OSError, ValueError):
@@ -242,7 +248,7 @@ def _held(pid: int) -> int:
 
 
 def _written(pid: int) -> int:
-    """Bytes that a process, and those that it has waited for, have written: to files in memory too, and to pipes."""
+    """Bytes written by a process and by the children that it has waited for, including to in-memory files and pipes."""
     try:
         told = dict(line.split(b": ") for line in Path(f"/proc/{pid}/io").read_bytes().splitlines())
         return max(int(told[b"wchar"]), int(told[b"write_bytes"]) - int(told[b"cancelled_write_bytes"]))
@@ -260,7 +266,7 @@ def _pass_on(one: _Kept) -> None:
     enough = one.printed <= MAX_PRINTED < one.printed + len(printed)
     one.printed += len(printed)
     if shown:
-        # The characters of a terminal's control sequences are other people's too.
+        # Escape control characters: runners could use them to control the terminal.
         text = shown.decode("utf-8", "replace")
         os.write(2, "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text).encode())
     if enough:
@@ -274,7 +280,7 @@ def _look_after(kept: dict[int, _Kept], number: int, one: _Kept) -> None:
 
 
 def _bury(kept: dict[int, _Kept], number: int, one: _Kept, status: int) -> None:
-    """Ends what a runner leaves behind, passes its last words on, and says how it ended."""
+    """Ends a runner's leftovers, passes on its last output, and reports how it ended."""
     del kept[number]
     _end_the_left({other.pid for other in kept.values()})
     while one.output >= 0 and select.select([one.output], [], [], 0)[0]:
@@ -289,7 +295,8 @@ def _bury(kept: dict[int, _Kept], number: int, one: _Kept, status: int) -> None:
 
 
 def _end_the_left(runners: set[int]) -> None:
-    """Ends every child of this process but `runners`: what runners have started comes here when its parent ends."""
+    """Ends every child of this process except `runners`. Processes that runners started become children when
+    orphaned."""
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     for _ in range(MAX_LEFT):
         try:
@@ -310,14 +317,14 @@ def _end_the_left(runners: set[int]) -> None:
 
 
 class Nursery:
-    """The way to one keeper. Its runners end with it."""
+    """The connection to one keeper. Its runners end with it."""
 
     def __init__(self, control: socket.socket, wait: Callable[[float], object] | None = None) -> None:
-        """`wait`: waits that many seconds at most for the keeper to end, if it is a child of this process."""
+        """`wait`: waits at most that many seconds for the keeper to end, if it is a child of this process."""
         self._control, self._wait, self._count = control, wait, 0
 
     def runner(self, what: str, confinement: Confinement = UNCONFINED) -> Runner:
-        """A fresh runner. `what`: what it is for, in messages."""
+        """Starts a fresh runner. `what`: its purpose, for messages."""
         mine, its = socket.socketpair()
         life, end = os.pipe()
         self._count += 1
@@ -335,14 +342,14 @@ class Nursery:
         return Runner(self, self._count, mine, life, what)
 
     def end(self, number: int) -> None:
-        """Ends the runner of that number, if it has not ended."""
+        """Ends the runner with that number, unless it has ended."""
         try:
             self._control.sendall(number.to_bytes(8, "little"))
         except OSError:
             return
 
     def ask_where(self, number: int) -> None:
-        """Makes the runner of that number say where it is, beside its answers."""
+        """Makes the runner with that number report where it is, apart from its answers."""
         self.end(number | _ASK)
 
     def close(self) -> None:
@@ -354,7 +361,7 @@ class Nursery:
 
 @dataclass(slots=True)
 class Runner:
-    """One process of other people's code. `ask` it, and `end` it."""
+    """One process that runs other people's code. `ask` it, and `end` it."""
 
     nursery: Nursery
     number: int
@@ -366,10 +373,10 @@ class Runner:
     def ask(
         self, call: str, told: Json, limit_s: float, parts: Sequence[bytes] = (), memory: int | None = None
     ) -> Frame:
-        """What the function `call` ("package.module:name") of megamoe answers in the runner, within `limit_s` seconds.
+        """What the function `call` ("package.module:name") of megamoe returns in the runner, within `limit_s` seconds.
 
-        UnsupportedError and DeviceLostError as the runner raised them, RunnerFaultError for any other exception.
-        RunnerDiedError if it has no answer, and then it is ended.
+        Raises UnsupportedError and DeviceLostError as the runner did, RunnerFaultError for any other exception. Raises
+        RunnerDiedError if there is no answer; the runner is ended then.
         """
         deadline = time.monotonic() + limit_s
         try:
@@ -397,7 +404,7 @@ class Runner:
         return answer
 
     def _last_words(self) -> str:
-        """Where the runner is, if it says so soon; "" otherwise."""
+        """Where the runner is, if it reports that soon; else ""."""
         self.nursery.ask_where(self.number)
         try:
             told = receive(self.pipe, time.monotonic() + _LAST_WORDS_S, self.life).told
@@ -409,7 +416,8 @@ class Runner:
         return RunnerDiedError(f"the process of {self.what} {how}")
 
     def end(self) -> int | None:
-        """Ends the process and all that it started. Its exit code if it had ended by itself, else None."""
+        """Ends the process and everything that it started. Returns its exit code if it had ended by itself, else
+        None."""
         if self.ended:
             return None
         self.ended = True
@@ -433,7 +441,7 @@ class Runner:
 
 
 def _closed(pipe: socket.socket) -> bool:
-    """Whether the other end is closed, or holds what nobody will read."""
+    """Whether the other end is closed, or has sent data that will not be read."""
     return bool(select.select([pipe], [], [], 0)[0])
 
 
@@ -448,14 +456,14 @@ def _raised(fault: object) -> Exception:
 
 
 def _device_lost(sentence: str) -> DeviceLostError:
-    """The runner's error. This process has not lost its own device."""
+    """The runner's DeviceLostError, without marking this process's own device as lost."""
     error = DeviceLostError.__new__(DeviceLostError)
     error.args = (sentence,)
     return error
 
 
 def printable(text: str, most: int = MAX_SENTENCE) -> str:
-    """`text` as one may show it: no longer than `most`, and control characters as escapes."""
+    """`text` made safe to print: at most `most` characters, with control characters escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text[:most])
 
 
@@ -463,20 +471,22 @@ _OF_WORKER: Final[list[Nursery]] = []
 
 
 def keeper_of_worker() -> None:
-    """Forks the keeper of this process, which must have one thread and of ours no more than PRELOADED has."""
+    """Forks this process's keeper. The process must have one thread, and of our modules no more than PRELOADED
+    loads."""
     mine, its = socket.socketpair()
     if os.fork() == 0:
         mine.close()
-        # It ends once the socket is closed, which a kill of this process does too, and clears what its runners left.
+        # The keeper ends once the socket is closed, even if this process is killed, and cleans up after its runners.
         keep(its)
     its.close()
     _OF_WORKER.append(Nursery(mine))
 
 
 def environment_of_servers() -> dict[str, str]:
-    """The environment of a fresh interpreter that imports megamoe, this one, and libraries for others to be forked.
+    """The environment for a fresh interpreter that imports this megamoe, and libraries that forks of it will share.
 
-    The folder of the user may hold a torch/ or a queue.py. What is forked takes over the search path of who asks.
+    The current folder is left out of the search path, because it may hold a torch/ or a queue.py. Runners get the
+    caller's own search path.
     """
     places = [path for path in sys.path if os.path.isabs(path) and path != os.getcwd()]
     search = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *places])
@@ -484,8 +494,8 @@ def environment_of_servers() -> dict[str, str]:
 
 
 def nursery(torch: bool = False) -> Nursery:
-    """The keeper of this process; started now if it has none. `torch`: its runners shall have imported that already,
-    which takes each of them a second otherwise."""
+    """This process's keeper, started now if there is none. `torch`: its runners start with torch imported; otherwise
+    the import takes each of them a second."""
     if _OF_WORKER:
         return _OF_WORKER[0]
     pid = os.getpid()
@@ -497,10 +507,10 @@ def nursery(torch: bool = False) -> Nursery:
 
 
 def fork_keepers_from_the_server() -> None:
-    """From now on, a keeper that shall hold torch is a fork of the server of the workers: this process is a command.
+    """Declares this process a command: from now on, keepers with torch are forked from the workers' fork server.
 
-    multiprocessing has one such server in a process. In a process of the user it is the user's, and a daemon, a worker
-    of somebody's pool, gets no children from it.
+    multiprocessing has one such server per process. In a user's process the server is the user's. A daemon, such as a
+    worker in a user's pool, may not have children, so nothing changes there.
     """
     from multiprocessing import current_process
 
@@ -510,7 +520,7 @@ def fork_keepers_from_the_server() -> None:
 
 _COMMANDS: Final[set[int]] = set()
 _OWN: Final[dict[tuple[int, bool], Nursery]] = {}
-"""By the process that started them, and whether they hold torch."""
+"""Keepers by the process that started them, and whether they have torch loaded."""
 
 
 def _started(preload: tuple[str, ...]) -> Nursery:
@@ -528,7 +538,7 @@ def _started(preload: tuple[str, ...]) -> Nursery:
 
 
 def _forked() -> Nursery:
-    # Most commands start no server, and then they need not import what starts one.
+    # Imported here because most commands start no fork server.
     from megamoe.runner.forks import forked_keeper
 
     mine, its = socket.socketpair()

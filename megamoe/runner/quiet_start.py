@@ -1,7 +1,7 @@
-"""Preloaded by the server of forks: a worker whose pool ends while it starts says nothing.
+"""Preloaded by the fork server: a worker whose pool ends while it starts prints nothing.
 
-It cannot read what it was to run, as the semaphores of the pool or the pipe to its parent are gone, and multiprocessing
-prints the traceback of that into the terminal of a run that was interrupted. start_worker puts Python's hook back.
+Such a worker cannot read its task, because the pool's semaphores or the pipe to its parent are gone. multiprocessing
+would print a traceback of that to the terminal of an interrupted run. start_worker restores Python's hook.
 """
 
 from __future__ import annotations

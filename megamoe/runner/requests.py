@@ -1,7 +1,7 @@
-"""What a runner is asked: what a backend or an executor can do, to build a program, to run one.
+"""Requests to a runner: report what a backend or an executor can do, build a program, run one.
 
-Each function takes a Frame and returns one. A Python call stays in the runner that built it, under a number; every
-other program leaves it as data, and is run by a process that has not imported the backend.
+Each function takes a Frame and returns one. A Python call stays in the runner that built it, under a number. Every
+other program leaves it as data, and a process that has not imported the backend runs it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RUN: Final = f"{__name__}:run"
 ASSEMBLE: Final = f"{__name__}:assemble"
 
 _CALLS: dict[int, PythonProgram] = {}
-"""Python calls that this runner has built."""
+"""Python calls built by this runner, by number."""
 
 
 def about_backend(request: Frame) -> Frame:
@@ -59,8 +59,8 @@ def about_backend(request: Frame) -> Frame:
 
 
 def about_executor(request: Frame) -> Frame:
-    """`executor`, `targets` -> its device, its schedules (None: all), whether it has a clock, and for each target why
-    it is unavailable."""
+    """`executor`, `targets` -> its device, its schedules (None: all), whether it has a clock, and why each target is
+    unavailable."""
     executor = load_executor(request.told["executor"])
     schedules = getattr(executor, "schedules", None)
     asked: list[str] = request.told["targets"]
@@ -122,7 +122,7 @@ def run(request: Frame) -> Frame:
 
 
 def assemble(request: Frame) -> Frame:
-    """`target` and the PTX -> what every assembler makes of it; assemblers are entry points, like backends."""
+    """`target` and the PTX -> the result of every assembler. Assemblers are entry points, like backends."""
     found = assembled(request.parts[0].decode(), request.told["target"])
     return Frame({"assembled": [asdict(one) for one in found]})
 
@@ -135,7 +135,7 @@ def _tensors_of(request: Frame, device: str) -> AbstractContextManager[Mapping[s
 
 @contextmanager
 def tensors_on_device(handle: Json, told: Sequence[Json]) -> Iterator[Mapping[str, torch.Tensor]]:
-    """The tensors in a block that another process has on the device. At the end they are let go of."""
+    """The tensors in a block that another process has on the device. They are released at the end."""
     import torch
 
     block = block_on_device(handle)
@@ -151,7 +151,7 @@ def tensors_on_device(handle: Json, told: Sequence[Json]) -> Iterator[Mapping[st
 
 
 def block_on_device(handle: Json) -> torch.Tensor:
-    """The block of another process on the same device (megamoe.judge.arena.device_block made the handle)."""
+    """Another process's block on the same device (megamoe.judge.arena.device_block made the handle)."""
     import torch
 
     torch.cuda.init()
@@ -163,7 +163,7 @@ def block_on_device(handle: Json) -> torch.Tensor:
 
 @contextmanager
 def tensors_in(memory: int, told: Sequence[Json], device: str) -> Iterator[Mapping[str, torch.Tensor]]:
-    """The tensors in a block of shared memory. On another device they are copied there, and back at the end."""
+    """The tensors in a block of shared memory. For another device they are copied there, and back at the end."""
     import torch
 
     with mmap.mmap(memory, 0) as shared:
@@ -175,7 +175,7 @@ def tensors_in(memory: int, told: Sequence[Json], device: str) -> Iterator[Mappi
             if there is not block:
                 block.copy_(there)
         finally:
-            # A block that something still holds cannot be unmapped; it is the runner's, not the judge's.
+            # A block that is still referenced cannot be unmapped. It is the runner's mapping, not the judge's.
             del block, there, tensors
             _release(shared)
 

@@ -1,7 +1,7 @@
-"""What a runner is asked when it times programs: buffers that it keeps mapped, and calls that it keeps bound to them.
+"""Requests to a runner that times programs: it keeps buffers mapped, and calls bound to them.
 
-The judge owns the buffers and looks at them between two requests; a turn of samples is one request, so that nothing
-but the clock is read between two samples of it. Each function takes a Frame and returns one.
+The judge owns the buffers and checks them between requests. All samples of one turn are one request, so that only the
+clock is read between two samples. Each function takes a Frame and returns one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLOSE: Final = f"{__name__}:close"
 
 @dataclass(slots=True)
 class _Opened:
-    """The buffers of one case, and what is bound to them by the name of its backend."""
+    """The buffers of one case, and the calls bound to them, by backend name."""
 
     executor: TimedExecutor
     tensors: Mapping[str, torch.Tensor]
@@ -62,24 +62,24 @@ def _executor(request: Frame) -> TimedExecutor:
 
 
 def facts(request: Frame) -> Frame:
-    """`executor` -> its device, as DeviceFacts has it."""
+    """`executor` -> its device, in the form of DeviceFacts."""
     return Frame({"facts": _executor(request).facts().model_dump(mode="json")})
 
 
 def throttled(request: Frame) -> Frame:
-    """`executor` -> why the device is slower than when this was last asked, or None."""
+    """`executor` -> why the device is slower than at the last request, or None."""
     why = _executor(request).throttled()
     return Frame({"why": None if why is None else str(why)})
 
 
 def bare_read(request: Frame) -> Frame:
-    """`executor`, `size` in bytes -> microseconds of reading as much, or None."""
+    """`executor`, `size` in bytes -> microseconds to read that many bytes, or None."""
     us = _executor(request).bare_read_us(request.told["size"])
     return Frame({"us": None if us is None else float(us)})
 
 
 def open_buffers(request: Frame) -> Frame:
-    """`executor`, `tensors`, and the memory or, on a device, its `handle`: maps them, in place of those of before."""
+    """`executor`, `tensors`, and the memory or a device's `handle`: maps the buffers, replacing earlier ones."""
     import torch
 
     close(request)
@@ -102,13 +102,13 @@ def bind(request: Frame) -> Frame:
 
 
 def launch(request: Frame) -> Frame:
-    """`name`: runs it once and waits for its results."""
+    """`name`: launches it once and waits for its results."""
     _OPENED[-1].calls[request.told["name"]].enqueue()
     return collect(request)
 
 
 def stopwatch(request: Frame) -> Frame:
-    """`name` -> `method`, `flush`: captures what will be replayed."""
+    """`name` -> `method`, `flush`: captures what later requests replay."""
     opened, name = _OPENED[-1], request.told["name"]
     made = opened.bindings.enter_context(opened.executor.stopwatch(opened.calls[name]))
     opened.watches[name] = made
@@ -117,7 +117,7 @@ def stopwatch(request: Frame) -> Frame:
 
 
 def samples(request: Frame) -> Frame:
-    """`name`, `temperature`, `launches`, `count` (0: a sample by itself) -> microseconds of each."""
+    """`name`, `temperature`, `launches`, `count` (0: a single sample) -> microseconds of each sample."""
     told = request.told
     watch = _OPENED[-1].watches[told["name"]]
     if told["count"]:
@@ -128,14 +128,14 @@ def samples(request: Frame) -> Frame:
 
 
 def collect(request: Frame) -> Frame:
-    """`name`: puts its results where they belong, and waits for that."""
+    """`name`: writes its results to their buffers, and waits for that."""
     _OPENED[-1].calls[request.told["name"]].collect()
     _wait(_OPENED[-1])
     return Frame({})
 
 
 def close(request: Frame) -> Frame:
-    """Lets go of the buffers and of what is bound to them."""
+    """Releases the buffers and the calls bound to them."""
     while _OPENED:
         _OPENED.pop().bindings.close()
     return Frame({})
@@ -145,5 +145,5 @@ def _wait(opened: _Opened) -> None:
     import torch
 
     if torch.device(opened.executor.device).type == "cuda":
-        # The judge looks from another process, on a stream of its own.
+        # The judge reads from another process, on its own stream.
         torch.cuda.synchronize()

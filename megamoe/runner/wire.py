@@ -1,8 +1,8 @@
-"""What passes between the judge and a runner: frames of JSON and raw bytes, and programs as data.
+"""The protocol between the judge and a runner: frames of JSON and raw bytes, and programs as data.
 
-Nothing is ever unpickled: the process at the other end may have been taken over by what it runs. A frame is the length
-of its JSON text, the number of its parts, the length of each part, and then all of these. `memory` is the descriptor of
-a block of shared memory that a request brings along.
+Nothing is ever unpickled, because the program at the other end may have taken the process over. A frame is the length
+of its JSON text, the number of its parts, the length of each part, and then the text and the parts. `memory` is the
+descriptor of a shared-memory block that comes with a request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megamoe.contract import (
 MAX_JSON: Final = 16 << 20
 MAX_PARTS: Final = 16
 MAX_BYTES: Final = 512 << 20
-"""Of one frame. A runner that says more is ended."""
+"""Limit for one frame. A runner that sends more is ended."""
 MAX_SENTENCE: Final = 4000
 MAX_SEEN: Final = 80
 """Characters of a value that a message repeats."""
@@ -48,11 +48,11 @@ Json = Mapping[str, Any]
 
 
 class WireError(Exception):
-    """A frame that is not what it must be; the text says what was wrong with it."""
+    """A malformed frame. The text says what was wrong with it."""
 
 
 class SilenceError(Exception):
-    """The other end has closed its side, or has said nothing until the time was up (`late`)."""
+    """The other end has closed its side, or has sent nothing by the deadline (`late`)."""
 
     def __init__(self, late: bool) -> None:
         super().__init__("the time is up" if late else "the other end is closed")
@@ -61,7 +61,7 @@ class SilenceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """`told`: what JSON can say. `parts`: bytes. `memory`: a descriptor that came along, for its owner to close."""
+    """`told`: JSON data. `parts`: bytes. `memory`: a descriptor that came with the frame; its owner closes it."""
 
     told: Json
     parts: tuple[bytes, ...] = ()
@@ -69,7 +69,7 @@ class Frame:
 
 
 def send(pipe: socket.socket, frame: Frame) -> None:
-    """Sends a frame. OSError if the other end is gone."""
+    """Sends a frame. Raises OSError if the other end is gone."""
     text = json.dumps({**frame.told, "memory": frame.memory is not None}).encode()
     head = _HEAD.pack(len(text), len(frame.parts)) + b"".join(_PART.pack(len(part)) for part in frame.parts)
     pipe.sendall(head + text)
@@ -80,9 +80,10 @@ def send(pipe: socket.socket, frame: Frame) -> None:
 
 
 def receive(pipe: socket.socket, deadline: float | None = None, life: int | None = None) -> Frame:
-    """The next frame. WireError for one that is none; SilenceError at `deadline` (time.monotonic), or at the end.
+    """The next frame. Raises WireError for a malformed one, SilenceError at `deadline` (time.monotonic) or at end of
+    file.
 
-    `life`: a descriptor that can be read when the other process has ended; what it had sent is still received.
+    `life`: a descriptor that becomes readable when the other process ends. Data sent before that is still received.
     """
     length, count = _HEAD.unpack(_exactly(pipe, _HEAD.size, deadline, life))
     if length > MAX_JSON or count > MAX_PARTS:
@@ -142,7 +143,7 @@ _CLASSES: Final[Mapping[str, type]] = {
 
 
 def encoded(program: Program | HostProgram) -> Frame:
-    """A program as data: its PTX and its host object are parts, all else is JSON. WireError for what is no program."""
+    """A program as data: its PTX and host object are parts, the rest is JSON. Raises WireError for anything else."""
     parts = [_text(program).encode()]
     left_out: dict[str, object] = {"ptx": ""}
     if isinstance(program, HostProgram):
@@ -162,7 +163,7 @@ def encoded(program: Program | HostProgram) -> Frame:
 
 
 def _text(program: Program | HostProgram) -> str:
-    # Read once: a property may say something else the next time. What is sent is what is hashed and run.
+    # Read once, because a property may return something else next time. What is sent is what is hashed and run.
     ptx: object = program.ptx
     if not isinstance(ptx, str):
         raise WireError(f"the program's ptx is of type {type(ptx).__name__}; it must be text")
@@ -177,14 +178,14 @@ def _plain(value: object) -> object:
         return {str(name): _plain(part) for name, part in cast("Mapping[object, object]", value).items()}
     if isinstance(value, list | tuple):
         return [_plain(part) for part in cast("Sequence[object]", value)]
-    # Numbers of NumPy and of others count as what they stand for.
+    # Convert numbers of NumPy and similar types to Python's.
     if hasattr(value, "item") and not isinstance(value, str | bytes):
         return cast("Any", value).item()
     return value
 
 
 def decoded(frame: Frame) -> Program | HostProgram:
-    """The program in a frame. WireError, with the field, for one that is none."""
+    """The program in a frame. Raises WireError, with the field, for anything else."""
     told = dict(cast("Json", frame.told.get("program") or {}))
     kind = told.get("kind")
     wanted = {"Program": 1, "HostProgram": 2}.get(str(kind))
@@ -239,6 +240,6 @@ def told_case(case: Case) -> Json:
 
 
 def case_of(told: Json) -> Case:
-    """The case that `told_case` told."""
+    """Inverse of `told_case`."""
     axes = tuple((name, value) for name, value in told["axes"])
     return Case(told["op"], axes, told["inputs"], told["seed"], told["id"])

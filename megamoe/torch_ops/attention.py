@@ -1,9 +1,9 @@
-"""megamoe.attention: forward attention as a PyTorch operator, by the kernels of op fmha.
+"""megamoe.attention: forward attention as a PyTorch operator, with the kernels of op fmha.
 
     o = megamoe.attention(q, k, v, causal=True)
 
-On a GPU the kernels run on torch's current stream, in torch.compile and in CUDA graphs. On a CPU the virtual machine
-executes the kernels' PTX, so sizes must be small. docs/torch.md has what it does not do.
+On a GPU the kernels run on torch's current stream, under torch.compile and in CUDA graphs. On a CPU the virtual machine
+executes the kernels' PTX, so sizes must be small. docs/torch.md lists what is not supported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megamoe.torch_ops.sequences import MAX_CALLS, TENSORS, Options, SequenceLen
 _KINDS = {"causal": "bool", "window": "int?", "scale": "float?", "backend": "str?"}
 _OPTIONS = "bool causal=False, int? window=None, float? scale=None, str? backend=None"
 _LIBRARY = torch.library.Library("megamoe", "FRAGMENT")
-# torch.library.custom_op makes the same operator, and each call takes 3 us more of the CPU
+# torch.library.custom_op makes the same operator, but each call costs 3 us more CPU time
 # (results/records/h200-torch-ops.json).
 _LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> Tensor", tags=torch.Tag.needs_exact_strides)
 _LIBRARY.define(
@@ -37,15 +37,15 @@ def attention(
 
     q [batch, heads, t, hd], k and v [batch, kv_heads, s_k, hd], all bf16 on one device; hd 64, 128, 256 or 512; heads a
     multiple of kv_heads. Returns o bf16 [batch, heads, t, hd] and lse f32 [batch, heads, t] (natural logarithm).
-    `causal`: query i sees the keys up to i + s_k - t. `window`: it sees the last `window` of these only. `scale`: None
-    is 1 / sqrt(hd). `backend`: a registered one; None is the fastest that can do it here. A tensor that is not
-    contiguous is copied first. The first call with new sizes builds and loads its kernels.
+    `causal`: query i sees the keys up to i + s_k - t. `window`: it sees only the last `window` of these. `scale`: None
+    means 1 / sqrt(hd). `backend`: a registered one; None takes the fastest one that supports the call here. A tensor
+    that is not contiguous is copied first. The first call with new sizes builds and loads its kernels.
 
-    Without v, k is both, as in absorbed latent attention. `sinks` f32 [heads]: logits without a value, one more term in
-    the softmax of each row of a head. `lengths`: the sequences have lengths of their own, and perhaps a cache in pages.
+    Without v, k serves as both, as in absorbed latent attention. `sinks` f32 [heads]: logits without a value, one more
+    term in the softmax of each row of a head. `lengths`: sequences of different lengths, optionally with a paged cache.
     Then q and o are [tokens, heads, hd] and lse is [tokens, heads].
 
-    ValueError for tensors, options or sizes that it does not do; UnsupportedError if no backend has the kernel here;
+    Raises ValueError for unsupported tensors, options or sizes; UnsupportedError if no backend has the kernel here;
     RuntimeError if a tensor requires a gradient or has a tangent.
     """
     if not (type(causal) is bool and window is None and scale is None and backend is None):
@@ -103,7 +103,7 @@ def _attention_with_lse(
 def _call_of(lse: bool, *given: object) -> OpCall:
     """`given`: shapes of q, k and v, their dtypes, their devices, then options.
 
-    What holds of shapes, dtypes and devices is asked here, so that a warm call asks nothing.
+    Shapes, dtypes and devices are checked here, so that a warm call checks nothing.
     """
     shapes: tuple[torch.Size, ...] = given[:3]  # pyright: ignore[reportAssignmentType]
     dtypes: tuple[torch.dtype, ...] = given[3:6]  # pyright: ignore[reportAssignmentType]
@@ -116,7 +116,7 @@ def _call_of(lse: bool, *given: object) -> OpCall:
 
 
 def _check(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    """ValueError, with all three shapes, for tensors that are not q, k and v of one attention."""
+    """Raises ValueError, with all three shapes, if the tensors are not q, k and v of one attention."""
     said = ", ".join(
         f"{name} {dtype} {list(shape)}" for name, shape, dtype in zip("qkv", shapes, dtypes, strict=True)
     ).replace("torch.", "")

@@ -1,10 +1,9 @@
-"""load_moe_weights: the experts of one layer from an NVFP4 checkpoint, as NVIDIA's ModelOpt names and stores them.
+"""load_moe_weights: loads the experts of one layer from an NVFP4 checkpoint in the format of NVIDIA's ModelOpt.
 
-A projection `p` of expert `e` under the prefix of a layer is four tensors, PREFIX.experts.E.P.*: `weight` u8
-[n, k / 2], two e2m1 codes a byte, the first in the low nibble; `weight_scale` e4m3 [n, k / 16]; `weight_scale_2` f32,
-the global scale; `input_scale` f32, the global scale of what the projection multiplies. P is gate_proj, up_proj,
-down_proj, or w1, w3, w2. Shared experts are PREFIX.shared_experts.P.*, several of them as one that is wider, as
-DeepSeek's models have them.
+A projection `p` of expert `e` under the prefix of a layer is four tensors, PREFIX.experts.E.P.*: `weight` u8 [n, k /
+2], two e2m1 codes a byte, the first in the low nibble; `weight_scale` e4m3 [n, k / 16]; `weight_scale_2` f32, the
+global scale; `input_scale` f32, the global scale of the projection's input. P is gate_proj, up_proj, down_proj, or w1,
+w3, w2. Shared experts are PREFIX.shared_experts.P.*; several are stored as one wider expert, as in DeepSeek's models.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from megamoe.torch_ops.calls import spec_of
 from megamoe.torch_ops.moe import INTERLEAVE, MoeWeights, stay_bf16
 
 PROJECTIONS: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""gate, up and down by each of the two habits of naming."""
+"""gate, up and down in the two common naming schemes."""
 INDEX: Final = "model.safetensors.index.json"
 MAX_NAMED: Final = 5
-"""Names that a sentence lists."""
+"""Names that a message lists at most."""
 NOT_A_SCALE: Final = 0x7F
-"""From here on an e4m3 code is NaN or has a sign."""
+"""e4m3 codes from here on are NaN or have a sign."""
 SHARED: Final = -1
-"""Stands for the number of an expert in the name of the shared ones."""
+"""Stands for the expert number in names of shared experts."""
 _NAME: Final = re.compile(
     r"^(?:(?P<prefix>.+)\.)?(?:experts\.(?P<expert>\d+)|shared_experts)\.(?P<projection>\w+)\.(?P<part>\w+)$"
 )
@@ -48,14 +47,15 @@ def load_moe_weights(
     shared: bool = False,
     activations: Literal["nvfp4", "bf16"] = "nvfp4",
 ) -> MoeWeights:
-    """The experts of one layer.
+    """Loads the experts of one layer.
 
-    `checkpoint`: a file of safetensors, a folder of them, or tensors by name. `prefix`: of the layer, such as
+    `checkpoint`: a safetensors file, a folder of them, or tensors by name. `prefix`: the layer's, such as
     "model.layers.3.mlp"; None if only one layer has experts. `experts`: those that this rank holds, None for all.
-    `shared`: the shared experts too. `activations`: for those of bf16 no `input_scale` is read, nor need it be there.
+    `shared`: load the shared experts too. `activations`: with "bf16", no `input_scale` is read or needed.
 
-    ValueError, with the name of the tensor, for what is missing, of another shape or dtype, or no number, and for other
-    `activations`; FileNotFoundError if there is no such checkpoint; ImportError without safetensors.
+    Raises ValueError, with the tensor's name, for a tensor that is missing, has another shape or dtype, or is not a
+    number, and for other `activations`; FileNotFoundError if there is no such checkpoint; ImportError without
+    safetensors.
     """
     calibrated = not stay_bf16(activations)
     with ExitStack() as stack:
@@ -79,7 +79,7 @@ class _Tensors:
 
 
 class _Files:
-    """The tensors of a file, or of all files of a folder, read when they are asked for."""
+    """The tensors of a file, or of all files in a folder, read on demand."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         if find_spec("safetensors") is None:
@@ -100,7 +100,7 @@ class _Files:
         return self._holder[name].get_tensor(name)
 
     def shape(self, name: str) -> list[int]:
-        """Of the file's header: no element is read."""
+        """Reads only the file's header, no element."""
         return self._holder[name].get_slice(name).get_shape()
 
 
@@ -165,7 +165,7 @@ class _Layer:
         return cls(source, wanted, layers[wanted])
 
     def chosen(self, experts: Sequence[int] | range | None) -> list[int]:
-        """The numbers of the experts to load: all of 0 to the highest, or those that were asked for."""
+        """The numbers of the experts to load: those requested, or all from 0 to the highest."""
         held = {expert for expert, _, _ in self.names if expert != SHARED}
         if experts is None:
             return list(range(max(held) + 1))
@@ -188,7 +188,7 @@ class _Layer:
         return fitting[0]
 
     def weights(self, experts: list[int], device: torch.device, shared: bool, calibrated: bool) -> MoeWeights:
-        """Stacked expert by expert, so that no tensor is there twice. `calibrated`: with the scales of inputs."""
+        """Stacks the weights expert by expert, so that no tensor exists twice. `calibrated`: with input scales."""
         hidden, intermediate = self._sizes(experts[0])
         sharing = self._sharing(intermediate) if shared else 0
         count = len(experts) + sharing
@@ -217,14 +217,14 @@ class _Layer:
             if calibrated:
                 made.a2_gs[index] = three.input_gs
             largest_x = max(largest_x, one.input_gs, two.input_gs)
-        # x is quantised once for all experts: under the scale that holds the largest of each.
+        # x is quantised once for all experts, so its scale must cover the largest input of each.
         made.x_gs.fill_(largest_x)
         return made
 
     def _parts(
         self, expert: int, many: int, hidden: int, intermediate: int, calibrated: bool
     ) -> Iterator[tuple[_Projection, _Projection, _Projection]]:
-        """gate, up and down of an expert, or of each of `many` that are stored as one."""
+        """gate, up and down of an expert, or of each of `many` experts that are stored as one."""
         gate, up, down = self._projections
         width = many * intermediate
         one, two = (self._projection(expert, name, width, hidden, calibrated) for name in (gate, up))
@@ -240,7 +240,7 @@ class _Layer:
             yield one.rows(first, last), two.rows(first, last), three.columns(first, last)
 
     def _sharing(self, intermediate: int) -> int:
-        """As how many experts the shared ones count."""
+        """The number of experts that the shared tensors hold."""
         if not any(expert == SHARED for expert, _, _ in self.names):
             raise ValueError(f"{self._said} has no shared_experts")
         rows, _ = self._matrix(SHARED)
@@ -252,7 +252,7 @@ class _Layer:
         return rows // intermediate
 
     def _matrix(self, expert: int) -> tuple[int, int]:
-        """Rows and bytes of a row of the codes of gate."""
+        """Number of rows of gate's codes, and bytes per row."""
         name = self._held(expert, self._projections[0], "weight")
         shape = self.source.shape(name)
         if len(shape) != 2:
@@ -260,7 +260,7 @@ class _Layer:
         return shape[0], shape[1]
 
     def _sizes(self, expert: int) -> tuple[int, int]:
-        """hidden and intermediate. ValueError if the kernels have no such layer."""
+        """hidden and intermediate. Raises ValueError if the kernels do not support such a layer."""
         intermediate, bytes_ = self._matrix(expert)
         hidden = 2 * bytes_
         axes = {"hidden": hidden, "intermediate": intermediate, "num_experts": 1, "tokens": 1}

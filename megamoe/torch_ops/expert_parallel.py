@@ -3,9 +3,9 @@
     layer = megamoe.ExpertParallelMoe(weights_of_this_rank, capacity=256)
     y = layer(x, topk_ids, topk_weights)
 
-A token goes once to each rank that has an expert of it, in a place of a buffer of fixed size, so that no rank needs to
-know how many tokens another sends: one all-to-all there, one back. The sums that come back are added in the order of
-the ranks. A token that finds no place is an error on every rank, never a token less.
+A token is sent once to each rank that has one of its experts, in a slot of a fixed-size buffer. No rank needs to know
+how many tokens another sends: one all-to-all there, one back. The returned sums are added in rank order. A token that
+finds no slot is an error on every rank; it is never dropped silently.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megamoe.torch_ops.calls import refuse_derivatives, require_one_device
 from megamoe.torch_ops.moe import TENSORS, MoeWeights, moe
 
 HEADER_BYTES = 16
-"""Of what a rank sends to each other one: the rank that it has most tokens for, and how many, both int32."""
+"""Header that a rank sends to each other rank: the rank that it has most tokens for, and how many, both int32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the tokens of this rank go. `capacity`: places a rank.
+    """Where the tokens of this rank go. `capacity`: places per rank.
 
-    `place` int64 [tokens, ranks]: of a token among the ranks * capacity places, one more where it has none. `token`
-    int64 [ranks * capacity]: of a place, the number of tokens where it is empty. `counts` int64 [ranks]: tokens that
-    want to go to each rank, more than `capacity` perhaps.
+    `place` int64 [tokens, ranks]: the token's index among the ranks * capacity places; ranks * capacity if it has none.
+    `token` int64 [ranks * capacity]: the token in each place; the number of tokens if the place is empty. `counts`
+    int64 [ranks]: tokens for each rank, which may exceed `capacity`.
     """
 
     place: torch.Tensor
@@ -38,7 +38,8 @@ class Places:
 
     @classmethod
     def of(cls, rank_of_choice: torch.Tensor, ranks: int, capacity: int) -> Places:
-        """`rank_of_choice` int64 [tokens, topk]: the rank of each expert of a token, -1 for none. Nothing waits."""
+        """`rank_of_choice` int64 [tokens, topk]: the rank of each of a token's experts, -1 for none. Does not wait for
+        the device."""
         device, tokens = rank_of_choice.device, len(rank_of_choice)
         wanted = (rank_of_choice[:, :, None] == torch.arange(ranks, device=device)).any(dim=1)
         turn = wanted.cumsum(dim=0) - 1
@@ -51,7 +52,7 @@ class Places:
         return cls(place, token[:-1], wanted.sum(dim=0))
 
     def combined(self, rows: torch.Tensor) -> torch.Tensor:
-        """The sum of what came back for each token, f32 in the order of the ranks, as bf16 [tokens, hidden].
+        """The sum of the rows returned for each token, accumulated in f32 in rank order, as bf16 [tokens, hidden].
 
         `rows` bf16 [ranks * capacity, hidden].
         """
@@ -63,13 +64,13 @@ class Places:
 
 
 class ExpertParallelMoe:
-    """An NVFP4 layer whose rank r holds the experts r * n to r * n + n - 1, n = weights.num_experts on each rank."""
+    """An NVFP4 layer whose rank r holds experts r * n to r * n + n - 1, where n = weights.num_experts on each rank."""
 
     def __init__(self, weights: MoeWeights, capacity: int, group: dist.ProcessGroup | None = None) -> None:
-        """`capacity`: tokens that a rank may send to another one in a call, the same on all ranks.
+        """`capacity`: tokens that a rank may send to another one per call, the same on all ranks.
 
-        ValueError for a capacity below 1, or for shared experts: each rank would add its own to a token. RuntimeError
-        before torch.distributed.init_process_group.
+        Raises ValueError for a capacity below 1, or for shared experts, because each rank would add its own to a token.
+        Raises RuntimeError before torch.distributed.init_process_group.
         """
         if not dist.is_initialized():
             raise RuntimeError("ExpertParallelMoe needs a process group: call torch.distributed.init_process_group")
@@ -89,12 +90,12 @@ class ExpertParallelMoe:
         weight: Literal["after", "before"] = "after", backend: str | None = None, wait: bool = True,
         activations: Literal["nvfp4", "bf16"] = "nvfp4",
     ) -> torch.Tensor:  # fmt: skip
-        """As megamoe.moe, with the numbers of experts over all ranks in `topk_ids`; every rank calls it, also
-        one without tokens.
+        """Like megamoe.moe, with expert numbers over all ranks in `topk_ids`. Every rank must call it, even without
+        tokens.
 
-        What each rank adds to a token is rounded to bf16 before the sum. OverflowError on every rank if one of them has
-        more than `capacity` tokens for another. Without `wait` nothing waits for the device, so that a CUDA graph can
-        capture the call: y is then NaN after an overflow, and `raise_overflow` says so.
+        What each rank adds to a token is rounded to bf16 before the sum. Raises OverflowError on every rank if one of
+        them has more than `capacity` tokens for another. Without `wait` nothing waits for the device, so that a CUDA
+        graph can capture the call: after an overflow y is NaN, and `raise_overflow` reports it.
         """
         refuse_derivatives("ExpertParallelMoe", (x, topk_weights, *self.weights.tensors()))
         require_one_device(TENSORS, (x, topk_ids, topk_weights, *self.weights.tensors()))
@@ -114,7 +115,8 @@ class ExpertParallelMoe:
         return torch.where(overflown, torch.nan, y)
 
     def raise_overflow(self) -> None:
-        """OverflowError, with both ranks, if a rank had too many tokens for another in the last call. Waits."""
+        """Raises OverflowError, naming both ranks, if a rank had too many tokens for another in the last call.
+        Waits."""
         for sender, (receiver, count) in enumerate(self._fullest.tolist()):
             if count > self.capacity:
                 raise OverflowError(
@@ -126,13 +128,13 @@ class ExpertParallelMoe:
         self, places: Places, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
         rank_of_choice: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """u8 [ranks, bytes]: for each rank tokens, ids of its experts, weights, and the header.
+        """u8 [ranks, bytes]: for each rank its tokens, the ids of their experts, their weights, and the header.
 
-        A token has no more choices there than the rank has experts.
+        A token has at most as many choices there as the rank has experts.
         """
         tokens = len(x)
         if not tokens:
-            # A row that no place takes, so that a rank without tokens sends what the others wait for.
+            # A row without a place, so that a rank without tokens still sends what the others wait for.
             x, topk_ids, topk_weights, rank_of_choice = (
                 one.new_zeros(1, one.shape[1]) for one in (x, topk_ids, topk_weights, rank_of_choice)
             )
@@ -165,7 +167,7 @@ class ExpertParallelMoe:
         )
 
     def _exchanged(self, sent: torch.Tensor) -> torch.Tensor:
-        """u8 [ranks, bytes], row r from rank r, of `sent`, whose row r goes to rank r."""
+        """Sends row r of `sent` to rank r. Returns u8 [ranks, bytes] with the row of each rank."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return received

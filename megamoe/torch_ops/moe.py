@@ -1,10 +1,11 @@
-"""megamoe.moe: an NVFP4 Mixture-of-Experts layer as a PyTorch operator, by the kernels of op nvfp4_moe.
+"""megamoe.moe: an NVFP4 Mixture-of-Experts layer as a PyTorch operator, with the kernels of op nvfp4_moe.
 
     weights = megamoe.load_moe_weights("checkpoint/").to("cuda")
     y = megamoe.moe(x, weights, topk_ids, topk_weights)
 
-Nothing waits for the device. The kernels' own layout of the weights is made by the first call, and again when the
-weights have changed. On a CPU the virtual machine executes the kernels' PTX. docs/torch.md has what it does not do.
+Nothing waits for the device. The first call converts the weights to the kernels' layout, and later calls do so again
+when the weights have changed. On a CPU the virtual machine executes the kernels' PTX. docs/torch.md lists what is not
+supported.
 """
 
 from __future__ import annotations
@@ -47,31 +48,31 @@ from megamoe.torch_ops.calls import (
 MAX_CALLS = 1024
 ROWS_PER_TILE = 128
 MAX_MACHINE_WORK = 1 << 26
-"""Row tiles of experts times hidden times intermediate: three experts of 7168 x 3072. The machine does their tiles in
-turn."""
+"""Row tiles of experts times hidden times intermediate: three experts of 7168 x 3072. The machine runs tiles one by
+one."""
 CUT = 1.25
-"""How far above the largest number a call may go before it warns: a code's own rounding is off by a fifth."""
+"""How far above the largest number a call may go before it warns. A code's own rounding is off by a fifth."""
 INTERLEAVE = 8
-"""Rows of gate, then of up, that w1 has in turns."""
+"""w1 alternates between this many rows of gate and of up."""
 STACKS = ("w1_codes", "w1_sf", "w1_gs", "w2_codes", "w2_sf", "w2_gs", "a2_gs")
 TENSORS = "x, topk_ids, topk_weights and the weights"
 PREPARED = ("w1_codes", "w1_sf", "w2_codes", "w2_sf")
-"""The stacks that kernels may bring into a layout of their own."""
+"""The stacks that kernels may convert to their own layout."""
 INPUTS = ("x_codes", "x_sf", "x_gs", *STACKS, "topk_ids", "topk_weights")
 BF16_INPUTS = ("x", *(name for name in STACKS if name != "a2_gs"), "topk_ids", "topk_weights")
 
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """The experts of a layer in NVFP4, as specs/nvfp4_moe.yaml has them; `e` experts of this rank and shared ones.
+    """The experts of a layer in NVFP4, as in specs/nvfp4_moe.yaml; `e` counts this rank's experts and the shared ones.
 
     `w1_codes` u8 [e, 2 intermediate, hidden / 2] and `w2_codes` u8 [e, hidden, intermediate / 2]: two codes a byte.
     `w1_sf` u8 [e, 2 intermediate / 128, hidden / 64, 512], `w2_sf` u8 [e, hidden / 128, intermediate / 64, 512]: e4m3
-    block scales, swizzled. Rows of w1 are in turns of `interleave` of gate and of up. `w1_gs`, `w2_gs` f32 [e]: global
-    scales. `a2_gs` f32 [e]: of each expert's activations between the two GEMMs. `x_gs` f32 [1]: of the layer's input,
-    or [0], if each token shall have its own, from its largest element. For bf16 activations a2_gs may be [0], too. The
-    last `shared` experts are those that every token visits. A tensor that is not contiguous, or a stack that begins at
-    no multiple of 16 bytes of its storage, is copied once, here.
+    block scales, swizzled. w1 alternates between `interleave` rows of gate and of up. `w1_gs`, `w2_gs` f32 [e]: global
+    scales. `a2_gs` f32 [e]: global scale of each expert's activations between the two GEMMs. `x_gs` f32 [1]: global
+    scale of the layer's input; or [0]: each token gets its own, from its largest element. For bf16 activations a2_gs
+    may be [0], too. The last `shared` experts are visited by every token. A tensor that is not contiguous, or a stack
+    that does not begin at a multiple of 16 bytes of its storage, is copied once, here.
     """
 
     w1_codes: torch.Tensor
@@ -86,7 +87,7 @@ class MoeWeights:
     shared: int = 0
 
     def __post_init__(self) -> None:
-        # A call would copy them each time, and bring each copy into the kernels' layout.
+        # A call would copy them each time, and convert each copy to the kernels' layout.
         if not 0 <= self.shared <= len(self.w1_codes):
             raise ValueError(f"shared is {self.shared}; of {len(self.w1_codes)} experts none to all can be shared")
         for name, one in zip((*STACKS, "x_gs"), self.tensors(), strict=True):
@@ -99,10 +100,10 @@ class MoeWeights:
         cls, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, largest_activation: torch.Tensor,
         largest_input: float | None = None,
     ) -> MoeWeights:  # fmt: skip
-        """From numbers: gate and up [e, intermediate, hidden], down [e, hidden, intermediate], in any floating dtype.
+        """Quantises gate and up [e, intermediate, hidden] and down [e, hidden, intermediate], of any floating dtype.
 
-        `largest_activation` [e]: the largest magnitude between the two GEMMs, of calibration. `largest_input`: of x.
-        What is larger in a call is cut to these, and only a call on a CPU says so.
+        `largest_activation` [e]: the largest magnitude between the two GEMMs, from calibration. `largest_input`: the
+        same for x. Larger values in a call are clipped to these; only a call on a CPU warns about it.
         """
         w1 = interleave(gate, up, INTERLEAVE)
         w1_gs, w2_gs = global_scale(w1, per=1), global_scale(down, per=1)
@@ -117,7 +118,7 @@ class MoeWeights:
 
     @property
     def num_experts(self) -> int:
-        """Experts of this rank that topk_ids may name."""
+        """Number of this rank's experts that topk_ids may name."""
         return self.w1_codes.shape[0] - self.shared
 
     @property
@@ -139,24 +140,24 @@ class MoeWeights:
         return replace(self, **{name: getattr(self, name).to(device) for name in (*STACKS, "x_gs")})
 
     def changed(self) -> None:
-        """Says that numbers have changed in a way that torch does not count, as through `.data`.
+        """Declares that numbers have changed in a way that torch does not track, for example through `.data`.
 
-        The next call brings the weights into the kernels' layout again, also those of views such as `experts`. Tensors
-        that are replaced, or changed in place as torch counts it, need no word.
+        The next call converts the weights to the kernels' layout again, including views such as `experts`. Replaced
+        tensors and in-place changes that torch tracks need no such call.
         """
         forget_layouts(getattr(self, name) for name in PREPARED)
 
     def experts(self, first: int, count: int) -> MoeWeights:
-        """The weights of experts `first` to `first + count - 1`, without shared ones: what one rank of several holds.
+        """The weights of experts `first` to `first + count - 1`, without shared ones, for one rank of several.
 
-        Views, no copies.
+        Returns views, no copies.
         """
         if not 0 <= first < first + count <= self.num_experts:
             raise ValueError(f"experts {first} to {first + count - 1} of {self.num_experts}")
         return replace(self, shared=0, **{name: getattr(self, name)[first : first + count] for name in STACKS})
 
     def dequantised(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """gate and up f32 [intermediate, hidden], down f32 [hidden, intermediate]: the numbers that are held.
+        """gate and up f32 [intermediate, hidden], down f32 [hidden, intermediate]: the stored numbers.
 
         Shared experts have the numbers from num_experts on.
         """
@@ -168,10 +169,10 @@ class MoeWeights:
         return gate, up, dequantise(self.w2_codes[expert], w2_sf, self.w2_gs[expert])
 
     def swiglu(self, x: torch.Tensor, expert: int, clamp: float | None = None) -> torch.Tensor:
-        """silu(gate) * up f32 [tokens, intermediate] of tokens x [tokens, hidden]: what is requantised, unweighted.
+        """silu(gate) * up f32 [tokens, intermediate] for tokens x [tokens, hidden]: what is requantised, unweighted.
 
-        In float32, of the numbers that are held; x as it is. Its largest magnitude over a sample of tokens is what
-        `quantised` wants as largest_activation.
+        Computed in float32 from the stored numbers; x is not quantised. Its largest magnitude over a sample of tokens
+        is the largest_activation for `quantised`.
         """
         gate, up, _ = self.dequantised(expert)
         gated, upped = x.float() @ gate.T, x.float() @ up.T
@@ -202,14 +203,14 @@ def moe(
     x bf16 [tokens, hidden]; topk_ids int32 or int64 [tokens, topk], distinct in a row, -1 for an expert of another
     rank; topk_weights f32 [tokens, topk]. Returns y bf16 [tokens, hidden]. Shared experts of `weights` are added for
     every token with weight 1, and topk_ids do not name them. `clamp`: limits gate from above and up from both sides.
-    `weight`: whether w multiplies rows of W2, or what is requantised. `activations`: x is quantised here to NVFP4, and
-    so is what lies between the GEMMs; or both stay bf16. `backend`: as for megamoe.attention. The first call with a new
-    number of tokens builds and loads its kernels. A token that is not finite is not noticed, nor on a device an id
-    beyond the experts, or a number that is cut to the largest ones of `weights`: to look would be to wait. On a CPU
-    such an id is a ValueError, and such a number a RuntimeWarning.
+    `weight`: whether w multiplies rows of W2, or what is requantised. `activations`: "nvfp4" quantises x here, and the
+    values between the GEMMs; with "bf16" both stay bf16. `backend`: as for megamoe.attention. The first call with a new
+    number of tokens builds and loads its kernels. A token that is not finite goes unnoticed. So does, on a device, an
+    id beyond the experts or a number clipped to the largest ones of `weights`, because a check would wait for the
+    device. On a CPU such an id raises ValueError, and such a number warns with RuntimeWarning.
 
-    ValueError for tensors or sizes that it does not do; UnsupportedError if no backend has the kernel here;
-    RuntimeError if a tensor requires a gradient or has a tangent.
+    Raises ValueError for unsupported tensors or sizes; UnsupportedError if no backend has the kernel here; RuntimeError
+    if a tensor requires a gradient or has a tangent.
     """
     if weight not in ("after", "before"):
         raise ValueError(f"weight is {weight!r}; it is 'after' or 'before'")
@@ -226,7 +227,7 @@ def moe(
 
 
 def stay_bf16(activations: str) -> bool:
-    """Whether `activations` is "bf16". ValueError if it is not "nvfp4" either."""
+    """Whether `activations` is "bf16". Raises ValueError if it is neither that nor "nvfp4"."""
     if activations not in ("nvfp4", "bf16"):
         raise ValueError(f"activations is {activations!r}; it is 'nvfp4' or 'bf16'")
     return activations == "bf16"
@@ -251,7 +252,7 @@ def _moe(
     if not x.is_cuda:
         _look_at(x, topk_ids, topk_weights, weights, options)
     if topk_ids.dtype != torch.int32:
-        # The cast alone would make another expert of an id that 32 bits do not hold.
+        # The cast alone would turn an id that exceeds 32 bits into another expert.
         topk_ids = topk_ids.clamp(-1, len(stacks[0])).to(torch.int32)
     if shared:
         topk_ids, topk_weights = _with_shared(topk_ids, topk_weights, len(stacks[0]), int(shared))
@@ -267,7 +268,7 @@ def _look_at(
     weights: Sequence[torch.Tensor],
     options: tuple[object, ...],
 ) -> None:
-    """On a CPU: ValueError for experts that are not there, RuntimeWarning for numbers that are cut."""
+    """On a CPU, raises ValueError for experts that do not exist, and warns (RuntimeWarning) about clipped numbers."""
     interleaved, clamp, before, _, shared, bf16 = with_defaults(options, _DEFAULTS)
     held = MoeWeights(*weights, interleave=interleaved, shared=shared)
     if int(topk_ids.max()) >= held.num_experts:
@@ -296,7 +297,7 @@ def _look_at(
 
 
 def _warn_of_cut(what: str, name: str, numbers: torch.Tensor, most: float) -> None:
-    # A number that is not finite must not hide those of other tokens.
+    # A number that is not finite must not hide other tokens' numbers.
     if (reached := float(numbers.abs().where(numbers.isfinite(), 0.0).max())) > CUT * most:
         warnings.warn(
             f"{what} reaches {reached:.4g}, and {name} says {most:.4g}: what is larger is cut to that. Calibrate "
@@ -309,7 +310,7 @@ def _warn_of_cut(what: str, name: str, numbers: torch.Tensor, most: float) -> No
 def _with_shared(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, experts: int, shared: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The choices of each token, and then the last `shared` of the experts with weight 1."""
+    """Each token's choices, followed by the last `shared` experts with weight 1."""
     names = torch.arange(experts - shared, experts, dtype=topk_ids.dtype, device=topk_ids.device)
     ones = topk_weights.new_ones(len(topk_weights), shared)
     return torch.cat((topk_ids, names.expand(len(topk_ids), -1)), dim=1), torch.cat((topk_weights, ones), dim=1)
@@ -374,7 +375,7 @@ def _made(
 
 
 def _check(shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], bf16: bool) -> None:
-    """ValueError for tensors that are not of one layer; the text names the first that is wrong."""
+    """Raises ValueError if the tensors do not form one layer. The text names the first that is wrong."""
     x, ids = shapes[0], shapes[1]
     if len(x) != 2 or len(ids) != 2 or len(shapes) != 3 + len(STACKS) + 1:
         raise ValueError(f"x is [tokens, hidden] and topk_ids [tokens, topk]; given: {list(x)} and {list(ids)}")

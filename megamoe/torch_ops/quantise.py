@@ -1,8 +1,8 @@
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
-"""Tokens to NVFP4 in one Triton kernel: bit for bit what megamoe.codec.nvfp4 makes of them on a CPU.
+"""Quantises tokens to NVFP4 in one Triton kernel, bit for bit like megamoe.codec.nvfp4 on a CPU.
 
-It takes 14 us for 8 tokens of 7168, the codec's many kernels 86, and a layer of 48 experts 451
-(results/records/h200-torch-ops.json). Only this module needs Triton, which builds of torch for CUDA bring.
+It takes 14 us for 8 tokens of 7168; the codec's many kernels take 86 us, and a layer of 48 experts 451 us
+(results/records/h200-torch-ops.json). Only this module needs Triton, which ships with CUDA builds of torch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from megamoe.codec.nvfp4 import swizzled_shape
 
 SF_VEC_SIZE = 16
 WIDE = 4096
-"""From so many elements on a row is shared by eight warps."""
+"""Rows of at least this many elements are processed by eight warps."""
 
 
 @triton.jit
 def rounded(size, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
-    """Code and value of numbers from 0 in a small float of MANTISSA bits, whose least exponent has the bits SMALLEST.
+    """Code and value of nonnegative numbers in a small float of MANTISSA bits, whose least exponent has the bits
+    SMALLEST.
 
-    To nearest even: adding 2**(23 - MANTISSA) times the power of two at or below a number leaves those bits.
+    Rounds to nearest even: adding 2**(23 - MANTISSA) times the power of two at or below a number keeps only those bits.
     """
     power = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, SMALLEST << 23)
     anchor = power + ((23 - MANTISSA) << 23)
@@ -33,7 +34,7 @@ def rounded(size, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
 
 @triton.jit
 def quantise_rows(x, x_gs, codes, sf, gs, hidden, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
-    """A program quantises a row of `hidden` elements, of BLOCK with those that fill up."""
+    """Each program quantises a row of `hidden` elements, padded to BLOCK."""
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     values = tl.load(x + row.to(tl.int64) * hidden + at, mask=at < hidden, other=0.0).to(tl.float32)
@@ -56,7 +57,7 @@ def quantise_rows(x, x_gs, codes, sf, gs, hidden, PER_TOKEN: tl.constexpr, BLOCK
     low, high = tl.split(tl.reshape(code, (BLOCK // 2, 2)))
     pair = tl.arange(0, BLOCK // 2)
     tl.store(codes + row.to(tl.int64) * (hidden // 2) + pair, (low | (high << 4)).to(tl.uint8), mask=pair < hidden // 2)
-    # Swizzled block scales: specs/nvfp4_moe.yaml.
+    # Block scales are swizzled as in specs/nvfp4_moe.yaml.
     j = tl.arange(0, BLOCK // 16)
     in_atom = (row % 32) * 16 + (row % 128) // 32 * 4 + j % 4
     place = sf + ((row // 128) * (hidden // 64) + j // 4) * 512 + in_atom
@@ -66,8 +67,8 @@ def quantise_rows(x, x_gs, codes, sf, gs, hidden, PER_TOKEN: tl.constexpr, BLOCK
 def quantised_tokens(x: torch.Tensor, x_gs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """codes u8 [tokens, hidden / 2], swizzled block scales u8 and global scales f32 [tokens] of x [tokens, hidden].
 
-    `x_gs` f32 [1]: the global scale of all tokens, or [0]: each has its own. hidden is a multiple of 64. Block scales
-    of rows that fill up the last atom are not written.
+    `x_gs` f32 [1]: one global scale for all tokens; or [0]: each token has its own. hidden is a multiple of 64. Block
+    scales of the rows that pad the last atom are not written.
     """
     tokens, hidden = x.shape
     x = x.contiguous()

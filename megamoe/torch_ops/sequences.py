@@ -1,6 +1,6 @@
-"""What megamoe.attention does by an operator of its own: sinks, one latent K and V, lengths of sequences, pages.
+"""The operator behind megamoe.attention for sinks, a single latent K and V, sequence lengths, and pages.
 
-The operator takes more tensors than the plain one, which a call of that shall not pay for. `fmha_call` serves both.
+It takes more tensors than the plain operator, whose calls must not pay for them. `fmha_call` serves both.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megamoe.torch_ops.calls import (
 )
 
 MAX_CALLS = 4096
-"""Sizes whose kernels are kept ready: a decoder that grows its cache by a key a step has new sizes in each."""
+"""Number of sizes whose kernels are kept: a decoder that grows its cache by one key per step has new sizes in each."""
 TILE = 64
 MAX_MACHINE_WORK = 1 << 31
-"""Query rows times keys times hd, in whole tiles: 4096 tiles of 64 x 64 at hd 128. The machine does them in turn."""
+"""Query rows times keys times hd, in whole tiles: 4096 tiles of 64 x 64 at hd 128. The machine runs them one by one."""
 Options = tuple[bool, int | None, float | None, str | None]
-"""causal, window, scale, backend: what the operators of attention take behind their tensors."""
+"""causal, window, scale, backend: the options that follow the tensors in the attention operators."""
 TENSORS = "q, k, v, sinks and lengths"
 
 _INPUTS = ("q", "k", "v", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
@@ -44,13 +44,14 @@ _LIBRARY.define(
 
 @dataclass(frozen=True, slots=True)
 class SequenceLengths:
-    """Where the sequences of a batch lie that have lengths of their own. Tensors are int32 and on the device of q.
+    """Positions of a batch's sequences if their lengths differ. Tensors are int32 and on the device of q.
 
     Sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q [tokens, heads, hd]. Its keys are those
     from cu_seqlens_k[b] on of k and v [tokens, kv_heads, hd], or seqused_k[b] keys in pages: then k and v are [pages,
-    page_size, kv_heads, hd], page_size is 16, 64 or 128, and key j lies in page block_table[b, j // page_size]. What is
-    behind the keys of a sequence in its last page may be NaN, and entries behind its pages any number.
-    `max_seqlen_q`, `max_seqlen_k`: no sequence has more. They choose the kernel, so that the tensors may stay unread.
+    page_size, kv_heads, hd], page_size is 16, 64 or 128, and key j lies in page block_table[b, j // page_size].
+    Elements behind a sequence's last key in its last page may be NaN, and table entries behind its last page may be any
+    number. `max_seqlen_q`, `max_seqlen_k`: no sequence has more. They choose the kernel, so that the tensors need not
+    be read.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -62,7 +63,7 @@ class SequenceLengths:
 
 
 class Given(NamedTuple):
-    """What a call depends on of a tensor."""
+    """The properties of a tensor that a call depends on."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -70,7 +71,7 @@ class Given(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a call. The last three are 0 where all sequences are alike."""
+    """Sizes of a call. The last three are 0 if all sequences have the same length."""
 
     batch: int
     heads: int
@@ -102,7 +103,7 @@ def _attention(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @lru_cache(maxsize=MAX_CALLS)
 def _call_of(given: tuple[Given | None, ...], max_q: int, max_k: int, lse: bool, *options: object) -> OpCall:
-    """What holds of shapes, dtypes and devices is asked here, so that a warm call asks nothing."""
+    """Shapes, dtypes and devices are checked here, so that a warm call checks nothing."""
     sizes = _sizes(given, max_q, max_k)
     device, *others = {one.device for one in given if one is not None}
     if others:
@@ -118,13 +119,13 @@ def _call_of(given: tuple[Given | None, ...], max_q: int, max_k: int, lse: bool,
 
 
 def fmha_call(sizes: Sizes, inputs: tuple[str, ...], device: int, lse: bool, given: Sequence[object]) -> OpCall:
-    """The call of op fmha with these `inputs`. `given`: Options, without those of the last that have their defaults."""
+    """The call of op fmha with these `inputs`. `given`: Options, without trailing ones that have their defaults."""
     causal, window, scale, backend = with_defaults(given, (False, None, None, None))
     ragged, rows = "cu_seqlens_q" in inputs, sizes.heads // sizes.kv_heads * sizes.t
     tokens = (sizes.total_q, sizes.heads) if ragged else (sizes.batch, sizes.heads, sizes.t)
     axes = sizes._asdict()
     if not ragged:
-        # The totals keep their defaults: a total of 0 would be a batch without queries.
+        # Keep the default totals: a total of 0 would mean a batch without queries.
         del axes["total_q"], axes["total_k"], axes["page_size"]
     axes |= {"causal": causal, "window": window, "scale": scale, "lse": lse, "ragged": ragged}
     axes |= {"sinks": "sink" in inputs, "kv": "apart" if "v" in inputs else "latent"}
@@ -146,7 +147,7 @@ def fmha_call(sizes: Sizes, inputs: tuple[str, ...], device: int, lse: bool, giv
 
 
 def _sizes(given: Sequence[Given | None], max_q: int, max_k: int) -> Sizes:
-    """ValueError, with all shapes, for tensors that are not those of one attention."""
+    """The sizes of the call. Raises ValueError, with all shapes, if the tensors do not belong to one attention."""
     said = ", ".join(
         f"{name} {one.dtype} {list(one.shape)}".replace("torch.", "")
         for name, one in zip(_INPUTS, given, strict=True)
@@ -190,7 +191,7 @@ def _sizes(given: Sequence[Given | None], max_q: int, max_k: int) -> Sizes:
 
 
 def _hold_shapes(given: Sequence[Given | None], sizes: Sizes, said: str) -> None:
-    """ValueError for lengths and tables that are not of one batch."""
+    """Raises ValueError if lengths and tables do not belong to one batch."""
     _, _, _, _, starts, starts_k, used, table = given
     pages = -(-sizes.s_k // max(1, sizes.page_size))
     for name, one, shape in (
@@ -205,7 +206,8 @@ def _hold_shapes(given: Sequence[Given | None], sizes: Sizes, said: str) -> None
 
 
 def _hold_lengths(tensors: Sequence[torch.Tensor | None], max_q: int, max_k: int, page: int) -> None:
-    """ValueError for lengths on a CPU that cannot be. On a device nobody looks: that would be to wait for it."""
+    """Raises ValueError for impossible lengths on a CPU. On a device they are not checked, because that would wait for
+    it."""
     q, k, _, _, starts, starts_k, used, table = tensors
     assert q is not None
     assert k is not None

@@ -1,4 +1,4 @@
-"""The page of bars is what the records say, and a row that misses one is told."""
+"""The page of bars matches the records, and a row that misses a bar is named."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_each_bar_of_a_layer_is_held(case: str, us: dict[str, float], missed: li
 
 @pytest.mark.parametrize(("gather", "met"), [(70.4, True), (70.6, False)])
 def test_a_layer_is_held_against_its_gemms_within_one_profile(gather: float, met: bool) -> None:
-    """4128 routes of 7168 numbers are read as NVFP4 and written as f16; as many are combined to 4096, in bf16."""
+    """4128 routes of 7168 numbers are read as NVFP4 and written as f16, then combined to 4096 tokens in bf16."""
     line = _line(LAYER, {"cutedsl": 1300.0 if met else 900.0, "ptx": 1000.0}, gather)
     (bar,) = (bar for bar in layer_bars([line]) if bar.against == "GEMMs 1000.0 + 25 + 45.6 of gather and combine")
     assert bar.met == met, f"{bar.us} us in the profile, where {bar.allowed:.1f} are asked"

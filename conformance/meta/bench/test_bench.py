@@ -1,4 +1,4 @@
-"""Measure rows on a simulated device: a planted fault costs its own row the status; the other rows have their times."""
+"""Measures rows on a simulated device: a planted fault fails only its own row, and the other rows have their times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megamoe.spec.selection import Selection
 
 CASE = "fmha:hd=64,t=2,s_k=3"
 ROOM = simulated_device.__name__
-# Few samples, since a simulated launch copies tensors, and no test here is about precision.
+# Few samples, because a simulated launch copies tensors and no test here is about precision.
 POLICY = Policy(samples_a_turn=4, min_samples=12, min_rounds=3, hot_sample_us=40.0)
 SETTINGS = BenchSettings(jobs=1, policy=POLICY, patience=0.1)
 
@@ -31,7 +31,7 @@ def run(rows: list[Row], output: Path, settings: BenchSettings = SETTINGS) -> tu
 
 
 DIED = f"the process of executor {ROOM}:EXECUTOR died with exit status"
-# Fault -> status of the row, and a part of its sentence.
+# Fault -> status of the row, and part of its sentence.
 FAULTS: dict[str, tuple[Status, str]] = {
     "WRONG": ("failed", "tensor o: "),
     "PATCHES_THE_JUDGE": ("failed", "tensor o: "),
@@ -65,7 +65,7 @@ FINE = ("WORKS", "SLOWER", "NEVER_THE_SAME", "PATCHES_THE_CLOCK", "CALL", "CALL_
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[Row, Outcome], RecordFile]:
-    """All of them, faulty and fine, in one run over one case."""
+    """The outcomes of all backends, faulty and correct, in one run over one case."""
     doomed = list(FAULTS)
     mixed = [name for pair in zip(FINE, doomed, strict=False) for name in pair] + doomed[len(FINE) :]
     return run([row(name) for name in mixed], tmp_path_factory.mktemp("bench") / "all.jsonl")
@@ -164,7 +164,7 @@ def test_closing_a_run_ends_it_and_leaves_whole_lines(tmp_path: Path) -> None:
     assert len(file.records) == 1
 
 
-# With no clock
+# Without a clock
 
 
 VM_ROWS = [Row("fmha:hd=64,t=1,s_k=1", backend, "sm_100a", "vm", "eager") for backend in ("ptx", "cutedsl")]

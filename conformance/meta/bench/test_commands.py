@@ -1,4 +1,4 @@
-"""Commands of conformance/bench: wrong options are one sentence, and sections for a borrowed device select rows.
+"""Commands of conformance/bench: wrong options give one sentence, and sections for a borrowed device select rows.
 
 On a borrowed device an empty section wastes time.
 """
@@ -17,7 +17,7 @@ from megamoe.contract import Row, load_backend
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 
-# pytest-benchmark turns itself off in a worker of xdist.
+# pytest-benchmark disables itself in an xdist worker.
 APART = ("env", "-u", "PYTEST_XDIST_WORKER")
 BENCH = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "conformance/bench/bench_rows.py", "--benchmark-only")
 
@@ -62,7 +62,8 @@ def rows_of(section: str) -> list[Row]:
 
 
 def refusal(row: Row) -> str | None:
-    """Why the backend of a row has no kernel for it, as far as that is known without building one."""
+    """Why a row's backend has no kernel for it, as far as that is known without building one. None if nothing is
+    known."""
     backend = load_backend(row.backend)
     if TARGET not in backend.targets(row.op):
         return f"{row.backend} has no {row.op} for {TARGET}"

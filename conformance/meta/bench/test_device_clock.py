@@ -1,6 +1,6 @@
-"""The pinned pytest-benchmark takes the times that we give it, in order, one a round.
+"""The pinned pytest-benchmark takes the times that we give it, in order, one per round.
 
-Its own commands read the file of our session.
+Its own commands can read the file of our session.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def bench(folder: Path, name: str, *options: str) -> subprocess.CompletedProcess
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A session with two fine backends, a wrong one and one that declines."""
+    """A session with two correct backends, a wrong one and one that declines."""
     folder = tmp_path_factory.mktemp("session")
     names = [part for name in ("WORKS", "SLOWER", "WRONG", "DECLINES") for part in ("--backend", f"{ROOM}:{name}")]
     return folder, bench(folder, "first", *names)

@@ -1,4 +1,4 @@
-"""The policy of timing on stopwatches of known noise: order, stopping, discarded samples, refusals; and the floor."""
+"""The timing policy on stopwatches of known noise: order, stopping, discarded samples, refusals; and the floor."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROW = Row("fmha:hd=64,t=1,s_k=128", "ours", "sm_90a", "gpu", "eager")
 
 
 class Turns:
-    """A Watch that records the turns, and finds wrong outputs after some turn of `faulty`."""
+    """A Watch that records its turns, and reports wrong outputs after a turn in `faulty`."""
 
     def __init__(self, faulty: str | None = None, after: int = 3) -> None:
         self.order: list[str] = []
@@ -112,7 +112,7 @@ def test_a_number_of_samples_ends_a_series_whose_clock_hardly_moves() -> None:
 
 @pytest.mark.parametrize("noise", [quiet, rough, outliers, bimodal])
 def test_the_error_that_stops_a_series_is_the_error_that_it_has(noise: Noise) -> None:
-    """Medians of repeated series scatter as much as their own estimate says, within a factor."""
+    """Medians of repeated series scatter as much as the estimated error says, within a factor."""
     several = [alone(noise, Policy(target=0.0, budget_s=0.0025), seed=seed) for seed in range(60)]
     medians = [median(one.samples_us) for one in several]
     claimed = mean(relative_error(one.samples_us, one.rounds) for one in several)

@@ -220,7 +220,7 @@ def test_a_revision_is_its_tracked_baselines(checkout: Path, capsys: pytest.Capt
 
 
 def test_a_run_beside_a_revision_owes_what_it_ran_on(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The baseline of a device is no debt of a run on the VM; a row that the VM lost is."""
+    """A device's baseline is not owed by a run on the VM; a row that the VM lost is."""
     write(checkout / "results" / "baselines" / "h200.jsonl", header(), timing(QUIET))
     git(checkout, "add", "-A")
     git(checkout, "commit", "-q", "-m", "a device")
@@ -257,7 +257,7 @@ def test_two_backends_are_held_against_each_other(tmp_path: Path, capsys: pytest
 
 
 def test_a_revision_is_the_same_as_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The baselines of this house: rows of several machines, some too noisy to be told apart from anything else."""
+    """This repository's baselines: rows of several machines, some too noisy to tell apart from anything."""
     monkeypatch.chdir(ROOT)
     status, out, err = compare(capsys, "HEAD", "HEAD", "--strict")
     assert (status, err) == (0, "")
@@ -288,7 +288,7 @@ def test_outside_of_a_checkout_there_are_no_revisions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [0, 1, 2])
 def test_the_session_ends_with_the_status_of_the_command(tmp_path: Path, status: int) -> None:
-    """nox by itself would make 1 of any failure, and CI could not tell a regression from a mistake."""
+    """nox by itself would exit with 1 for any failure, and CI could not tell a regression from a usage error."""
     pytest.importorskip("nox")
     for name in ("noxfile.py", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)

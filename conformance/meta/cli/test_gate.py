@@ -85,7 +85,7 @@ def _accept_all(*lines: Record | Figures) -> None:
 
 
 def _printed_command(out: str, reason: str) -> list[str]:
-    """The command that the gate prints, with a reason in place of its dots."""
+    """The command that the gate prints, with its dots replaced by a reason."""
     (command,) = {line.partition("Accept it on purpose: ")[2] for line in out.splitlines() if "on purpose: " in line}
     words = shlex.split(command)
     assert words[0] == "megamoe"
@@ -141,7 +141,7 @@ def _git(*words: str) -> str:
 
 
 def test_acceptances_of_two_branches_merge_in_git() -> None:
-    """Of neighbours, their compiler figures included, and of runs of two revisions."""
+    """For neighbouring rows, with their compiler figures, and for runs of two revisions."""
     _accept_all(*GOOD)
     _git("init", "-q")
     _git("add", "base.jsonl")
@@ -208,7 +208,7 @@ def test_records_of_another_revision_are_noted_and_close_a_strict_gate(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An unknown revision is not another one: a machine without git history may run or judge."""
+    """An unknown revision does not count as another one: a machine without git history may run or judge."""
     _accept_all(*GOOD)
     Path("run.jsonl").unlink()
     with RecordWriter(Path("run.jsonl")) as writer:
@@ -309,7 +309,7 @@ def test_a_row_may_be_pasted_without_quotes() -> None:
 
 
 def test_what_a_live_gate_prints_accepts_its_own_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Another run may end before the person has pasted the command."""
+    """Another run may end before the user has pasted the command."""
     Path("base.jsonl").touch()
     row = ["--case", ROW.case, "--backend", f"{FAKE}:WORKS", "--executor", f"{FAKE}:EXECUTOR", "--schedule", "eager"]
     assert main(["gate", *row, "--jobs", "1", "--baseline", "base.jsonl"]) == 1
@@ -393,7 +393,7 @@ def test_specs_of_one_s_own_have_no_baseline_but_one_that_is_named(capsys: pytes
 def test_specs_of_one_s_own_have_no_expected_failures_but_those_that_are_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Entries of ours about an op that these specs do not describe would close the gate of anyone else's specs."""
+    """Our entries about an op that these specs do not describe would close the gate for everyone else's specs."""
     Path("specs").mkdir()
     Path("specs/fmha.yaml").write_text((ROOT / "specs" / "fmha.yaml").read_text())
     _run_of(*GOOD, specs=Path("specs"))

@@ -1,4 +1,4 @@
-"""What commands write, and to what: no device, pipe or link is touched; a full disk takes evidence, not verdicts."""
+"""Where commands write: they touch no device, pipe or link, and a full disk costs evidence, not verdicts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def odd(tmp_path: Path) -> dict[str, Path]:
-    """What is no plain file. A device is made where this user may; elsewhere a link to one stands for it."""
+    """Paths that are not plain files. A device is created if this user may; otherwise a link to one replaces it."""
     found = {kind: tmp_path / kind for kind in ("pipe", "link", "device", "folder")}
     os.mkfifo(found["pipe"])
     (tmp_path / "target").write_text("mine")
@@ -68,7 +68,7 @@ def odd(tmp_path: Path) -> dict[str, Path]:
 def test_only_a_plain_file_is_written(
     arguments: list[str], kind: str, odd: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A pipe would be waited for, a device would be replaced, a link leads out of the folder that was given."""
+    """A pipe would block, a device would be replaced, and a link leads out of the given folder."""
     with RecordWriter(Path("run.jsonl")) as writer:
         writer.append(record())
     place = odd[kind]
@@ -104,7 +104,7 @@ def test_only_a_plain_file_is_written(
 def test_only_a_plain_file_is_read(
     arguments: list[str], kind: str, odd: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A pipe would be waited for, and a device has no end."""
+    """A pipe would block, and a device has no end."""
     with RecordWriter(Path("run.jsonl")) as writer:
         writer.append(record())
     place = odd[kind]
@@ -117,7 +117,7 @@ def test_only_a_plain_file_is_read(
 
 
 def _fills_up(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """A disk with room for `after` lines of records."""
+    """Simulates a disk with room for `after` record lines."""
     append, lines = RecordWriter.append, list[AnyLine]()
 
     def limited(self: RecordWriter, line: AnyLine) -> None:
@@ -213,7 +213,7 @@ def test_a_full_disk_under_a_bundle_is_no_error_of_the_row(tmp_path: Path, monke
 def test_nothing_that_others_have_named_leaves_the_folder(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A backend's name, in a record file of anybody's, becomes a part of a path."""
+    """A backend's name from anyone's record file becomes part of a path."""
     lines = (record(backend=name), timing([[9.0, 10.0]], backend=name))
     with RecordWriter(Path("run.jsonl")) as writer:
         from conformance.fakes.results import header
@@ -235,7 +235,7 @@ def test_nothing_that_others_have_named_leaves_the_folder(
 
 
 def _sees(kind: str, row: Row, home: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The keys that a process of `kind` may read which works on `row`."""
+    """The keys readable to a process of `kind` that works on `row`."""
     monkeypatch.setattr(Path, "home", lambda: home)
     hidden = Processes((), 0)._confinement(kind, row).hidden
     keys = {path.stem: str(path) for path in (home / ".local/state/megamoe").iterdir()}
@@ -244,7 +244,7 @@ def _sees(kind: str, row: Row, home: Path, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def test_only_who_vouches_for_a_cache_sees_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend that could sign a parse would choose what the machine takes its own text for."""
+    """A backend that could sign a parse could choose what the machine reads its own text as."""
     row = parse_row(f"{CASE} on {FAKE}:WORKS sm_100a vm eager")
     assert _sees("builder", row, tmp_path, monkeypatch) == set()
     assert _sees("builder", row._replace(backend="cutedsl"), tmp_path, monkeypatch) == {"cutedsl"}

@@ -1,4 +1,4 @@
-"""The command line: exit statuses, one sentence for bad input, and files that outlive an interruption."""
+"""The command line: exit statuses, one sentence for bad input, and files that survive an interruption."""
 
 from __future__ import annotations
 
@@ -196,12 +196,12 @@ def test_doctor_says_why(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _start(tmp_path: Path) -> subprocess.Popen[str]:
-    """Starts a run of a row that passes and a row that hangs, in its own session, and waits for the first record."""
+    """Starts a run with a passing row and a hanging row in its own session, and waits for the first record."""
     both = ["--backend", f"{FAKE}:WORKS", "--backend", f"{FAKE}:HANGS", "--executor", f"{FAKE}:EXECUTOR"]
     path = tmp_path / "r.jsonl"
     command = [sys.executable, "-m", "megamoe", "run", "--case", CASE, "--jobs", "2", *both, "--output", str(path)]
     pipe = subprocess.PIPE
-    # A shell starts what runs in the background with SIGINT ignored, and every child would inherit that.
+    # A shell starts background jobs with SIGINT ignored, and every child would inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
@@ -234,7 +234,7 @@ def test_a_killed_run_leaves_a_readable_file_and_the_next_clears_up(
         _kill(_start(tmp_path))
         assert list(Path(name).iterdir()), "the kill must leave something, or this tests nothing"
         _run_another(tmp_path)
-        # The keepers of the second run's processes clear up once these have ended.
+        # The keepers of the second run's processes clean up after these have ended.
         deadline = time.monotonic() + 20
         while list(Path(name).iterdir()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -262,7 +262,7 @@ def _run_another(tmp_path: Path) -> None:
 
 
 def _begun(lines: int, torn: bytes = b"") -> tuple[str, ...]:
-    """A finished run of four rows in r.jsonl of which only the header and some lines are left; returns its rows."""
+    """Leaves only the header and `lines` lines of a finished run of four rows in r.jsonl. Returns its rows."""
     cases = [part for t in (1, 2) for part in ("--case", f"fmha:hd=64,t={t},s_k=3")]
     schedules = ["--schedule", "eager", "--schedule", "lazy"]
     assert main(["run", *cases, *schedules, "--jobs", "1", *_options("WORKS"), "--output", "r.jsonl"]) == 0
@@ -338,16 +338,16 @@ def _shell(command: str, cwd: Path = ROOT, seconds: int = 60) -> subprocess.Comp
     "command", ["PYTHON -m megamoe list", "PYTHON -m megamoe list --json", "PYTHON -m backends.peers"]
 )
 def test_a_closed_pipe_ends_a_command_without_a_word(command: str) -> None:
-    # A reader of one line may leave after all has been written: a pipe holds 64 KiB.
+    # A reader of one line may exit after everything was written: a pipe holds 64 KiB.
     done = _shell(f"{command} | head -n 0; echo ${{PIPESTATUS[0]}}")
     assert done.stdout.splitlines()[-1] == "141", done.stdout + done.stderr
     assert done.stderr == ""
 
 
 def test_a_closed_pipe_ends_a_run_at_once(tmp_path: Path) -> None:
-    """One row passes, the other hangs for its limit of 300 s; `head` leaves after the first line."""
+    """One row passes, the other hangs for its limit of 300 s; `head` exits after the first line."""
     rows = f"--case {CASE} --backend {FAKE}:SCALES --backend {FAKE}:HANGS --executor {FAKE}:EXECUTOR --jobs 2"
-    # As in the background job of a script, which begins with SIGINT ignored.
+    # Like a script's background job, which starts with SIGINT ignored.
     command = (
         f"trap '' INT; PYTHON -m megamoe run {rows} --output {tmp_path}/r.jsonl | head -n 1; echo ${{PIPESTATUS[0]}}"
     )

@@ -1,4 +1,4 @@
-"""Shards of a run: their records concatenate, and the gate says which shard is missing, in one sentence."""
+"""Shards of a run: their records concatenate, and the gate names the missing shard in one sentence."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Records = dict[int, bytes]
 
 
 def _judged_here(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, None, None]:
-    """Without workers, which are not what is tested here."""
+    """Judges without workers, which are not under test here."""
     yield from (judge(row, settings.run) for row in rows)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _in_a_folder_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    # One folder for all: what a backend offers is asked again in another one.
+    # One folder for all, because in another folder a backend's offer is requested again.
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("shards"))
         patch.setattr("megamoe.cli.run.judged", _judged_here)

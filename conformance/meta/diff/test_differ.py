@@ -1,4 +1,4 @@
-"""Two runs, row by row: each call has its reason, and no regression passes unnoticed."""
+"""Compares two runs row by row: each call has its reason, and no regression passes unnoticed."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _passed(flops: int, inputs: str = "a") -> AnyLine:
 def test_no_line_of_either_side_hides_what_got_worse(
     before: tuple[AnyLine, ...], after: tuple[AnyLine, ...], call: str, data: st.DataObject
 ) -> None:
-    """A status that both sides share hides nothing, nor does a line of before that another follows."""
+    """A status shared by both sides hides nothing, nor does an old line that a newer one follows."""
     old, new = (
         side(*(header(f"run-{i}") for i in range(2)), *_of_runs(data.draw(st.permutations(lines))))
         for lines in (before, after)
@@ -266,7 +266,7 @@ def test_of_several_lines_of_a_row_the_worst_counts() -> None:
 
 @pytest.mark.parametrize("slow", [0, 4, 9])
 def test_copies_of_a_good_time_cannot_drown_a_slow_one(slow: int) -> None:
-    """Ten lines of one run, one of them slow: the side is refused, wherever the slow one is."""
+    """Ten lines of one run, one of them slow: the side is refused, wherever the slow line is."""
     lines = [timing(QUIET * (1.5 if i == slow else 1.0)) for i in range(10)]
     copied, sound = side(header(), *lines), side(header(), timing(QUIET))
     for before, after in ((sound, copied), (copied, sound)):
@@ -382,7 +382,7 @@ FAULTS: dict[str, tuple[str, AnyLine | None]] = {
 
 
 def _rows() -> list[AnyLine]:
-    """A verdict with counters and a time of every key."""
+    """For every key, a verdict with counters, and a time."""
     rows: list[AnyLine] = []
     for backend, schedule in KEYS:
         rows.append(record("passed", {"mma_flops": 10, "tma_loads": 3}, backend=backend, schedule=schedule))
@@ -394,7 +394,7 @@ def _rows() -> list[AnyLine]:
 @given(st.data())
 @settings(max_examples=15)
 def test_one_regression_among_many_rows_is_found(fault: str, data: st.DataObject) -> None:
-    """For any place of the fault, any order of the lines, and a better row elsewhere."""
+    """Holds for any place of the fault, any order of the lines, and an improved row elsewhere."""
     call, planted = FAULTS[fault]
     before = _rows()
     places = [i for i, line in enumerate(before) if planted is None or line.kind == planted.kind]

@@ -1,4 +1,4 @@
-"""The table of directions knows every counter, and only more of a cost is worse."""
+"""The table of directions knows every counter, and only an increase of a cost is worse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megamoe.records.files import read_records
 
 
 def _counted_in(text: str) -> set[str]:
-    """Names in `...counters["NAME"]`, which is how the VM counts."""
+    """Names in `...counters["NAME"]`, the VM's way to count."""
     return {
         node.slice.value
         for node in ast.walk(ast.parse(text))

@@ -1,4 +1,4 @@
-"""Times: the interval of a ratio against a simulated device, and the measurement of false alarms on ten repetitions."""
+"""Times: the interval of a ratio on a simulated device, and the rate of false alarms in ten repetitions."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def bimodal(random: np.random.Generator, rounds: int, samples: int) -> Table:
 
 
 def bimodal_rounds(random: np.random.Generator, rounds: int, samples: int) -> Table:
-    """All of a round, in two rounds of five, takes 4 % longer."""
+    """In two of five rounds, every sample takes 4 % longer."""
     return 1 + 0.04 * (random.random((ROWS, rounds, 1)) < 0.4) + normal(random, rounds, samples) / 10 - 0.1
 
 
 def rounds_apart(random: np.random.Generator, rounds: int, samples: int) -> Table:
-    """Rounds differ as much as samples do: samples alone would be believed far too much."""
+    """Rounds differ as much as samples do, so samples alone would suggest far too much certainty."""
     return 1 + 0.01 * random.standard_normal((ROWS, rounds, 1)) + 0.01 * random.standard_normal((ROWS, rounds, samples))
 
 
 def drift(random: np.random.Generator, rounds: int, samples: int) -> Table:
-    """Clocks that go slowly up or down while a run lasts, by about 2 % in all."""
+    """Clocks drift slowly up or down during a run, by about 2 % in all."""
     slope = 0.02 * random.standard_normal((ROWS, 1, 1)) * np.linspace(-0.5, 0.5, rounds)[None, :, None]
     return 1 + slope + 0.005 * random.standard_normal((ROWS, rounds, samples))
 
 
 def alike_neighbours(random: np.random.Generator, rounds: int, samples: int) -> Table:
-    """Each round is like the one before it, correlation 0.5."""
+    """Each round resembles the previous one, with correlation 0.5."""
     step = random.standard_normal((ROWS, rounds))
     for i in range(1, rounds):
         step[:, i] = 0.5 * step[:, i - 1] + np.sqrt(0.75) * step[:, i]
@@ -64,12 +64,12 @@ def alike_neighbours(random: np.random.Generator, rounds: int, samples: int) -> 
 
 
 def ticking(random: np.random.Generator, rounds: int, samples: int) -> Table:
-    """A clock that counts in steps of half a per cent."""
+    """A clock with a resolution of half a per cent."""
     return np.round(200 + 0.8 * random.standard_normal((ROWS, rounds, samples))) / 200
 
 
 def slow_phases(random: np.random.Generator, rounds: int, samples: int) -> Table:
-    """A host that is busy for a while: up to half of a run, in one piece, has samples several times as long."""
+    """A host that is busy for a while: one stretch of up to half of a run has samples several times as long."""
     began, part = random.random((ROWS, 1)), 0.5 * random.random((ROWS, 1))
     when = (np.arange(rounds) / rounds)[None, :]
     inside = ((when - began) % 1 < part)[:, :, None]
@@ -91,7 +91,7 @@ SHAPES: Sequence[Noise] = (
 
 
 def _lines(table: Table) -> list[list[Timing]]:
-    # Checked once: a hundred thousand lines of one shape are made of it.
+    # Validated once, because a hundred thousand lines of one shape are copied from it.
     whole = timing(table[0])
     return [[whole.model_copy(update={"samples_us": tuple(row.ravel().tolist())})] for row in table]
 
@@ -119,7 +119,7 @@ def test_two_runs_of_the_same_program_are_rarely_called_different(noise: Noise, 
 
 @pytest.mark.parametrize("noise", SHAPES, ids=_name)
 def test_a_shift_as_large_as_the_threshold_is_rarely_called(noise: Noise) -> None:
-    """The largest difference that must not be called: the truth lies exactly on the threshold."""
+    """The largest difference that must not be called: the true ratio lies exactly on the threshold."""
     random = np.random.default_rng(2)
     low, _, _ = _interval(noise(random, 10, 10), noise(random, 10, 10) * (1 + THRESHOLD))
     assert np.mean(low > 1 + THRESHOLD) <= (0.03 if noise is alike_neighbours else 0.01)
@@ -146,7 +146,7 @@ def test_little_noise_is_called_the_same() -> None:
 
 
 def test_samples_of_a_round_are_not_believed_as_if_they_were_independent() -> None:
-    """The method exists for this fault: with the rounds shuffled away, the same times give false alarms."""
+    """The method exists for this fault: if rounds are shuffled away, the same times give false alarms."""
     random = np.random.default_rng(5)
     before, after = (rounds_apart(random, 5, 40) for _ in range(2))
     apart = _interval(before, after)
@@ -171,7 +171,8 @@ def test_one_disturbed_round_of_ten_changes_little() -> None:
 
 @pytest.mark.parametrize("rounds", [10, 50])
 def test_a_kernel_that_is_slower_now_and_then_is_not_called_the_same(rounds: int) -> None:
-    """Three samples of five take half as long again: no false SAME, although the least disturbed ones are as before."""
+    """Three of five samples take half as long again. The call must not be SAME, although the least disturbed samples
+    agree."""
     random = np.random.default_rng(8)
     quiet = 1 + 0.005 * random.standard_normal((ROWS, rounds, 20))
     slower = quiet * (1 + 0.5 * (random.random(quiet.shape) < 0.6))
@@ -197,7 +198,7 @@ def test_a_disturbance_of_many_rounds_is_not_believed_to_be_many_disturbances(mo
 
 
 def test_four_runs_or_more_are_counted_as_runs() -> None:
-    """Processes differ by 2 % while each is quiet: many rounds of four runs are no more than four units."""
+    """Processes differ by 2 % while each is quiet: the rounds of four runs count as no more than four units."""
     random = np.random.default_rng(7)
 
     def of_runs(number: int) -> list[list[Timing]]:
@@ -233,7 +234,7 @@ def test_a_clock_cannot_see_less_than_its_tick() -> None:
     ("freedom", "quantile"), [(1, 63.657), (2, 9.925), (3, 5.841), (4, 4.604), (10, 3.169), (30, 2.750), (1e9, 2.576)]
 )
 def test_the_interval_is_as_wide_as_student_says(freedom: float, quantile: float) -> None:
-    """One side is known exactly, so that the degrees of freedom are those of the other."""
+    """One side is known exactly, so the degrees of freedom are the other side's."""
     zero = np.zeros((2, 1))
     known = Centres(zero, zero, zero + 1, zero, np.array([9]))
     found = ratios(known, Centres(zero, zero + 0.01, zero + freedom, zero, np.array([9])))
@@ -245,13 +246,13 @@ times = st.floats(0.5, 1e6, allow_subnormal=False)
 
 
 def _mixed(rounds: int, some: list[float], seed: int) -> Timing:
-    """A line of that many rounds, of 1 to 6 samples each, all of them among `some`."""
+    """A line with that many rounds of 1 to 6 samples each, all drawn from `some`."""
     random = np.random.default_rng(seed)
     sizes = random.integers(1, 7, rounds)
     return timing(random.choice(some, sizes.sum()), np.repeat(np.arange(rounds), sizes).tolist())
 
 
-# A draw of each sample would take a hundred times as long as what is held to the law.
+# Drawing each sample would take a hundred times as long as the law under test.
 seeds = st.integers(0, 2**32 - 1)
 lines = st.builds(_mixed, st.integers(1, 12), st.lists(times, min_size=1, max_size=8), seeds)
 rows = st.lists(lines, min_size=1, max_size=6)
@@ -260,7 +261,7 @@ rows = st.lists(lines, min_size=1, max_size=6)
 @given(st.lists(st.tuples(rows, rows), min_size=1, max_size=5))
 @settings(max_examples=150)
 def test_rows_do_not_influence_each_other(pairs: list[tuple[list[Timing], list[Timing]]]) -> None:
-    """Arrays of ragged rows, padded and sorted by size, must give what each row gives by itself."""
+    """Ragged rows, padded and sorted by size in arrays, must give the same as each row alone."""
     together = ratios(centres([old for old, _ in pairs]), centres([new for _, new in pairs]))
     for i, (old, new) in enumerate(pairs):
         alone = ratios(centres([old]), centres([new]))
@@ -296,7 +297,7 @@ def test_the_unit_of_time_does_not_matter(old: list[Timing], new: list[Timing], 
 @given(lines, st.randoms(use_true_random=False))
 @settings(max_examples=100)
 def test_the_order_within_a_round_does_not_matter(line: Timing, random: object) -> None:
-    """Only with enough rounds; otherwise units are consecutive samples."""
+    """Holds only with enough rounds; otherwise units are consecutive samples."""
     if len(set(line.rounds)) < 4:
         return
     pairs = list(zip(line.rounds, line.samples_us, strict=True))
@@ -368,7 +369,7 @@ def test_what_cannot_be_measured_is_status_2(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("folder", ["aa", "aa-later", "aa-busy-host"])
 def test_the_committed_repetitions_keep_the_bar(tmp_path: Path, folder: str) -> None:
-    """Ten sessions on an H200, each in its own processes; the tracked summary is what the command prints today."""
+    """Ten sessions on an H200, each in its own processes. The tracked summary equals the command's current output."""
     summary = tmp_path / "summary.json"
     status = main([str(RECORDS / folder), "--json", str(summary)])
     found = json.loads(summary.read_text())

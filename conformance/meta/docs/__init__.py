@@ -1,1 +1,2 @@
-"""Tests of docs/rules, docs/notes and docs/found: every program of a page runs, and every finding is what it prints."""
+"""Tests of docs/rules, docs/notes and docs/found: every program of a page runs, and prints the finding that the page
+shows."""

@@ -1,11 +1,12 @@
-"""What an H200 does with the kernels of docs/found: wrong elements of each, as on its page and as mended there.
+"""Runs the kernels of docs/found on an H200 and counts wrong elements, for each kernel as found and as mended on its
+page.
 
     python -m conformance.meta.docs.on_device pack KERNELS.json     here
     python3 on_device.py run KERNELS.json OUT.json                  on the device: torch and cuda.bindings alone
 
-Three kernels of its own ask more. `own-write` stores by TMA what the same thread wrote an instruction before, `barrier`
-what two warps wrote before a barrier. `heir` fills all shared memory of an SM after a CTA that has ended with 192 KiB
-of loads in flight, and looks whether it changes.
+Three additional kernels ask more. `own-write` stores by TMA what the same thread wrote an instruction before. `barrier`
+stores by TMA what two warps wrote before a barrier. `heir` fills all shared memory of an SM after a CTA that ended with
+192 KiB of loads in flight, and checks whether it changes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HEIRS = 2 * SMS * 20
 LOADED = 196608
 COLD_BYTES = 1 << 29
 PAGES = ("cutlass-tma-refill", "gluon-persistent-matmul", "triton-attention-backward")
-"""Those whose kernels show something when many CTAs run them. programs_on_device.py runs all, as they stand."""
+"""Pages whose kernels fail visibly when many CTAs run them. programs_on_device.py runs all programs unchanged."""
 RECORD = Path(__file__).parents[3] / "results" / "records" / "h200-found.json"
 
 _HEAD = ".version 8.7\n.target sm_90a\n.address_size 64\n"
@@ -156,7 +157,7 @@ LOOK:
 
 
 def pack() -> dict[str, dict[str, str]]:
-    """Name -> "as found" and "mended" -> PTX, of PAGES and the three kernels above."""
+    """Name -> "as found" and "mended" -> PTX, for PAGES and the three kernels above."""
     from conformance.meta.docs.pages import pages, trials
 
     found = {"own-write": {"as found": _OWN_WRITE.replace("FENCE\n", ""),
@@ -173,7 +174,8 @@ def pack() -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class Question:
-    """How a kernel is launched; `wrong` counts the wrong elements of its output, `elements` says of how many."""
+    """How a kernel is launched. `wrong` counts the wrong elements of its output; `elements` is the number of
+    elements."""
 
     grid: int
     block: int
@@ -217,7 +219,7 @@ def questions(device: str) -> dict[str, Question]:
 
 
 def run(kernels: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """Each kernel LAUNCHES times: wrong elements in all, launches that had some, seconds."""
+    """Launches each kernel LAUNCHES times: total wrong elements, launches that had some, seconds."""
     import torch
 
     driver = import_module("cuda.bindings.driver")
@@ -262,7 +264,7 @@ def run(kernels: dict[str, dict[str, str]]) -> dict[str, Any]:
 
 
 def report() -> list[tuple[str, str]]:
-    """What the record says, as (page, sentence)."""
+    """The record's statements, as (page, sentence)."""
     answers = json.loads(RECORD.read_text("utf-8"))["kernels"]
 
     def count(name: str, variant: str) -> str:

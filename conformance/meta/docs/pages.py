@@ -1,10 +1,10 @@
-"""The programs of a page, in order: `ptx` is a kernel, `diff` changes it, `python` runs it, `text` is what it prints.
+"""The programs of a page, in order: `ptx` is a kernel, `diff` changes it, `python` runs it, `text` is its output.
 
-A `python` block finds the kernel under the name that it gives to `launch`, in the current folder. If a `text` block
-follows it, the run must end with that finding; else it must end with none, and what the block asserts holds. A `diff`
-that no `python` block follows is run by the last one.
+A `python` block finds the kernel in the current folder, under the name that it passes to `launch`. If a `text` block
+follows, the run must end with that finding. Otherwise it must end without one, and the block's assertions must hold. A
+`diff` without a `python` block after it is run by the previous `python` block.
 
-`python -m conformance.meta.docs.pages` writes the `text` blocks anew, as the machine prints them.
+`python -m conformance.meta.docs.pages` rewrites the `text` blocks with the machine's current output.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pages() -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run of a page: `kernel` under `python`; `said` is the finding that the page shows, "" for none."""
+    """One run of a page: `kernel` under `python`. `said` is the finding that the page shows, "" for none."""
 
     kernel: str
     python: str
@@ -60,7 +60,7 @@ _KINDS = ("ptx", "diff", "python", "text")
 
 
 def trials(path: Path) -> Iterator[Trial]:
-    """The runs of a page. ValueError for a page whose blocks do not follow each other like that."""
+    """The runs of a page. Raises ValueError if the page's blocks are not in such an order."""
     kernel = python = ""
     blocks = [*_blocks(path), ("", "")]
     for (kind, text), (following, next_text) in pairwise(blocks):
@@ -76,7 +76,7 @@ def trials(path: Path) -> Iterator[Trial]:
 
 
 def patched(kernel: str, diff: str, page: str) -> str:
-    """`kernel` with the lines of `diff` changed. Hunks are set apart by lines that begin with @@."""
+    """`kernel` with the lines of `diff` changed. Lines that begin with @@ separate hunks."""
     for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
         lines = hunk.splitlines(keepends=True)
         before, after = ("".join(line[1:] for line in lines if line[0] in marks) for marks in (" -", " +"))
@@ -89,10 +89,10 @@ def patched(kernel: str, diff: str, page: str) -> str:
 
 
 def outcome(trial: Trial, folder: Path, schedule: str = "") -> str:
-    """What a run in `folder` ends with: the sentence of its finding, or "". What the block asserts may fail.
+    """The result of a run in `folder`: the sentence of its finding, or "". The block's assertions may fail.
 
-    `schedule`: in place of the one that the block names. Every grade of finding counts. Addresses of
-    host memory are left out of the sentence.
+    `schedule`: replaces the block's own. Every grade of finding counts. Addresses of host memory are removed from the
+    sentence.
     """
     (folder / KERNEL).write_text(trial.kernel, "utf-8")
     source = trial.python.replace(f'"{KERNEL}"', repr(str(folder / KERNEL)))
@@ -108,7 +108,7 @@ def outcome(trial: Trial, folder: Path, schedule: str = "") -> str:
 
 
 def renewed(path: Path) -> str:
-    """The page with every `text` block as the machine prints it."""
+    """The page with every `text` block replaced by the machine's output."""
     text = path.read_text("utf-8")
     shown = [trial for trial in trials(path) if trial.said]
     with scratch_folder("pages") as folder:
@@ -125,7 +125,7 @@ def renewed(path: Path) -> str:
 
 
 def main() -> None:
-    """Write the pages that have changed; arguments are names of pages, all by default."""
+    """Writes the pages that changed. Arguments are names of pages, all by default."""
     for path in pages():
         if sys.argv[1:] and path.stem not in sys.argv[1:]:
             continue

@@ -1,12 +1,12 @@
-"""The programs of pages for sm_90a on a Hopper GPU: as written, and with a party late; then under compute-sanitizer.
+"""Runs the sm_90a programs of pages on a Hopper GPU: as written, with one party delayed, and under compute-sanitizer.
 
     python -m conformance.meta.docs.programs_on_device pack PROGRAMS.json        here
     python3 programs_on_device.py run PROGRAMS.json OUT.json [--logs FOLDER]     there: numpy and cuda.bindings alone
 
-A delay widens the window of a race, and changes nothing that the kernel promises: the mended kernel is right with it,
-too. Before each launch another kernel fills all shared memory with 0xa5; `--no-dirt` leaves that out, and so does a run
-whose filler fails. A wait for an mbarrier gives up after a while, so that a kernel that would hang ends. Each program
-has a process of its own, since some fault.
+A delay widens the window of a race and changes nothing that the kernel promises: a mended kernel is still right with
+it. Before each launch another kernel fills all shared memory with 0xa5. `--no-dirt` skips that, and so does a run whose
+filler fails. A wait for an mbarrier gives up after a while, so that a kernel that would hang ends. Each program has its
+own process, because some fault.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from typing import Any
 from unittest.mock import patch
 
 Program = Mapping[str, str]
-"""What `pack` writes of one: name, rule, kernel (PTX), python, and patient: the kernel with waits that give up."""
+"""What `pack` writes for a program: name, rule, kernel (PTX), python, and patient: the kernel with waits that give
+up."""
 Launch = Callable[..., None]
-"""What the programs call as `vm.launch`."""
+"""The type of `vm.launch` in the programs."""
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 MAX_LAUNCHES = 2000
@@ -43,7 +44,7 @@ _ALLOCATED = 512
 
 
 def _late(which: str) -> str:
-    """20 microseconds for the threads of which `which` holds, a comparison of PTX."""
+    """Delays by 20 microseconds the threads for which `which`, a PTX comparison, holds."""
     register, comparison, number = which.split()
     return (
         "  {\n  .reg .b32 %where;\n  .reg .pred %late_one;\n"
@@ -64,7 +65,7 @@ _BUSY = (
         "  .reg .pred %never;\n  setp.eq.f32 %never, %wide0, 0f3f000000;\n  @%never mov.f32 %d0, %wide0;\n",
     ),
 )
-"""Work for the tensor core ahead of the product that counts: both operands are one core matrix of ones."""
+"""Work for the tensor core ahead of the product under test. Both operands are one core matrix of ones."""
 LATE: Mapping[str, tuple[tuple[str, str], ...]] = {
     "found/cutlass-one-barrier-exchange": (("  ld.shared.b32 %r6", _SECOND_WARP),),
     "found/cutlass-mbarrier-init": (("  @%first mbarrier.init", _FIRST_WARP),),
@@ -84,12 +85,15 @@ LATE: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("  st.global.b32 [%rd0], 7;", _FIRST_CTA),
     ),
 }
-"""Lines to insert before others. Before the reader of another CTA's value polls, it reads the neighbour of that value,
-so that its L1 may hold the line."""
+"""Lines to insert before others.
+
+The reader of another CTA's value first reads a neighbour of that value, before it polls, so that its L1 may hold the
+line.
+"""
 
 
 def widened(name: str, kernel: str) -> str:
-    """`kernel` with the late party of the program `name`, "" if it has none."""
+    """`kernel` with the delayed party of the program `name`, "" if it has none."""
     key = f"{name} between CTAs" if "READER:" in kernel else name
     for anchor, text in LATE.get(key, ()):
         if kernel.count(anchor) != 1:
@@ -99,7 +103,7 @@ def widened(name: str, kernel: str) -> str:
 
 
 def pack() -> list[dict[str, str]]:
-    """Every program of the sm_90a pages, and two controls that compute-sanitizer must notice."""
+    """Every program of the sm_90a pages, and two controls that compute-sanitizer must report."""
     from conformance.fakes.patient import patient
     from conformance.meta.docs.pages import pages, trials
 
@@ -136,7 +140,8 @@ def _controls() -> Iterator[dict[str, str]]:
 
 
 def filler(size: int) -> str:
-    """A kernel `dirt` whose 1024 threads fill `size` bytes of shared memory: a multiple of 4, 4096 at least."""
+    """A kernel `dirt` with 1024 threads that fill `size` bytes of shared memory. `size` is a multiple of 4, at least
+    4096."""
     return f""".version 8.7
 .target sm_90a
 .address_size 64
@@ -160,7 +165,7 @@ FILL:
 
 
 class Gpu:
-    """Launches a kernel of a page on device 0. Raises RuntimeError with the driver's name of an error."""
+    """Launches a page's kernel on device 0. Raises RuntimeError with the driver's error name."""
 
     def __init__(self, ptx: str, dirty: bool) -> None:
         self._least = _ALLOCATED if dirty else 0
@@ -180,7 +185,7 @@ class Gpu:
             self._call(self._driver.cuFuncSetAttribute(self._dirt, attribute, DIRT_BYTES))
 
     def fill(self) -> None:
-        """All shared memory of the device, with 0xa5."""
+        """Fills all shared memory of the device with 0xa5."""
         self._call(self._driver.cuLaunchKernel(self._dirt, 132, 1, 1, 1024, 1, 1, DIRT_BYTES, 0, 0, 0))
         self._call(self._driver.cuCtxSynchronize())
 
@@ -191,7 +196,7 @@ class Gpu:
         return values[0] if values else None
 
     def launch(self, _file: str, _entry: str, grid: int, block: int, *arguments: Any, cluster: int = 1) -> None:
-        """As `megamoe.vm.Device.launch`: NumPy arrays and integers."""
+        """Like `megamoe.vm.Device.launch`, for NumPy arrays and integers."""
         driver, arrays, held = self._driver, list[tuple[Any, Any]](), list[Any]()
         if self._dirt is not None:
             self.fill()
@@ -222,7 +227,7 @@ class Gpu:
             self._call(driver.cuMemcpyDtoH(array.ctypes.data, buffer, array.nbytes))
 
     def gave_up(self) -> int:
-        """How many threads gave a wait up, in all launches."""
+        """Number of threads whose waits gave up, over all launches."""
         if not self._patient:
             return 0
         address, count = self._call(self._driver.cuModuleGetGlobal(self._module, b"gave_up")), ctypes.c_uint32()
@@ -231,7 +236,7 @@ class Gpu:
 
 
 def compared(python: str) -> tuple[Any, list[tuple[Any, Any]]]:
-    """The code of a page's block without its assertions, and the two sides of each comparison that one asserts."""
+    """The code of a page's block without its assertions, and the two sides of each asserted comparison."""
     tree = ast.parse(python)
     sides = list[tuple[Any, Any]]()
     for node in (node for node in tree.body if isinstance(node, ast.Assert)):
@@ -244,7 +249,7 @@ def compared(python: str) -> tuple[Any, list[tuple[Any, Any]]]:
 
 
 def tried(python: str, launch: Launch, launches: int, seconds: float) -> dict[str, Any]:
-    """Run the block up to `launches` times or `seconds`: how many elements of what it asserts were wrong."""
+    """Runs the block up to `launches` times or for `seconds`, and counts wrong elements in what it asserts."""
     import numpy as np
 
     code, sides = compared(python)
@@ -275,7 +280,7 @@ def _nothing(error: str) -> dict[str, Any]:
 
 
 def one(program: Program, under_tool: bool, dirty: bool) -> dict[str, Any]:
-    """The answer of the device to one program, in this process."""
+    """The device's answer to one program, computed in this process."""
     try:
         gpu = Gpu(program["patient"], dirty)
     except RuntimeError as refused:
@@ -286,7 +291,7 @@ def one(program: Program, under_tool: bool, dirty: bool) -> dict[str, Any]:
 
 
 def summary(log: str) -> dict[str, Any]:
-    """How many errors and warnings a log of compute-sanitizer has, -1 if it does not say, and its first."""
+    """Number of errors and warnings in a compute-sanitizer log, -1 if it does not say, and the first one."""
     found = re.search(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)", log)
     errors = sum(int(number) for number in found.groups() if number) if found else -1
     lines = [line.removeprefix("=========").strip() for line in log.splitlines() if line.startswith("=========")]
@@ -297,7 +302,7 @@ def summary(log: str) -> dict[str, Any]:
 
 
 def asked_of_tools(programs: Sequence[Program]) -> Iterator[tuple[int, str]]:
-    """Number of a program and a tool. The late ones are kernels of ours, and left out."""
+    """Pairs of program number and tool. Delayed programs are left out, because their kernels are modified."""
     for number, program in enumerate(programs):
         if program["name"].endswith(" late"):
             continue
@@ -311,7 +316,7 @@ def asked_of_tools(programs: Sequence[Program]) -> Iterator[tuple[int, str]]:
 
 
 def answered(command: Sequence[str], seconds: float) -> dict[str, Any]:
-    """What a child prints last, or that it did not end, or how. Its own children end with it."""
+    """A child's last output, or that it did not end, or how it ended. Its own children end with it."""
     try:
         child = subprocess.Popen(
             [*command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -332,7 +337,8 @@ def answered(command: Sequence[str], seconds: float) -> dict[str, Any]:
 
 
 def run(file: Path, logs: Path, dirty: bool) -> dict[str, Any]:
-    """Every program plainly, then those with a defect under the tools and the mended under racecheck and synccheck."""
+    """Runs every program plainly, then those with a defect under the tools, and the mended ones under racecheck and
+    synccheck."""
     programs: list[Program] = json.loads(file.read_text("utf-8"))
     logs.mkdir(parents=True, exist_ok=True)
 
@@ -378,7 +384,7 @@ def run(file: Path, logs: Path, dirty: bool) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The commands of the head of this file, and `one` and `fill`, which `run` starts."""
+    """The commands in this file's docstring, and `one` and `fill`, which `run` starts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=("pack", "run", "one", "fill"))
     parser.add_argument("file", type=Path)

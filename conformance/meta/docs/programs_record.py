@@ -1,7 +1,7 @@
-"""What an H200 did with the programs of pages, as the paragraphs of those pages and as docs/compute-sanitizer.md.
+"""Writes what an H200 did with the programs of pages: a paragraph on each page, and docs/compute-sanitizer.md.
 
-`python -m conformance.meta.docs.programs_record` writes both anew from results/records/h200-programs.json, which
-programs_on_device.py makes, and h200-racecheck.json there.
+`python -m conformance.meta.docs.programs_record` rewrites both from results/records/h200-programs.json, made by
+programs_on_device.py, and from h200-racecheck.json in the same folder.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _PARAGRAPH = re.compile(r"^On an H200,? (?:(?!\n\n).)*?programs_on_device\.py\."
 
 
 def recorded() -> dict[str, Answer]:
-    """Name of a program -> what the device did with it."""
+    """Program name -> the device's answer."""
     return json.loads(RECORD.read_text("utf-8"))["programs"]
 
 
 def happened(answer: Answer) -> str:
-    """One clause."""
+    """One clause about what happened."""
     launches = f"{answer['launches']:,} launches"
     if answer["error"] == "it did not end":
         return "a launch did not end"
@@ -53,23 +53,23 @@ def happened(answer: Answer) -> str:
 
 
 def right(answer: Answer) -> bool:
-    """Whether launches ended, and each value was the one that the page asserts."""
+    """Whether launches ended and every value was the one that the page asserts."""
     return bool(answer["launches"]) and not (answer["error"] or answer["wrong"] or answer["gave_up"])
 
 
 def reported(answer: Answer) -> list[str]:
-    """The tools of compute-sanitizer that report something."""
+    """The compute-sanitizer tools that report something."""
     return [tool for tool, one in answer.get("sanitizer", {}).items() if one["errors"] > 0]
 
 
 def looked(answer: Answer) -> list[str]:
-    """The tools that report something, or under which launches ended with nothing to report."""
+    """The tools that report something, or that let launches end without a report."""
     said = answer.get("sanitizer", {})
     return [tool for tool, one in said.items() if one["errors"] > 0 or (one["launches"] and not one["errors"])]
 
 
 def complaints(programs: Mapping[str, Answer]) -> list[str]:
-    """What should not be in a record: mended programs that are wrong, and tools that launched nothing."""
+    """What a record should not have: mended programs with wrong results, and tools that launched nothing."""
     said = list[str]()
     for name, answer in programs.items():
         if not answer["rule"] and not right(answer):
@@ -79,7 +79,7 @@ def complaints(programs: Mapping[str, Answer]) -> list[str]:
 
 
 def paragraphs(programs: Mapping[str, Answer]) -> dict[str, str]:
-    """Page, as folder/stem -> its paragraph, for every page that has no record of its own."""
+    """Page, as folder/stem -> its paragraph, for every page without its own record."""
     told = dict[str, str]()
     for page in dict.fromkeys(name.split(" ")[0] for name in programs):
         here = {name.partition(" ")[2]: one for name, one in programs.items() if name.split(" ")[0] == page}
@@ -113,7 +113,7 @@ def _of_tools(broken: list[Answer]) -> str:
 
 
 def table(programs: Mapping[str, Answer]) -> str:
-    """The page docs/compute-sanitizer.md, but for its last part."""
+    """docs/compute-sanitizer.md without its last part."""
     shown = {name: one for name, one in programs.items() if not name.startswith("control/")}
     plain = {name: one for name, one in shown.items() if not name.endswith(" late")}
     broken = {name: one for name, one in plain.items() if one["rule"]}
@@ -148,7 +148,7 @@ def table(programs: Mapping[str, Answer]) -> str:
 
 
 def arrivals(changed: Sequence[Answer]) -> str:
-    """The part of that page about reports that are wrong. `changed`: programs of ours, each as it is and changed."""
+    """That page's part about false reports. `changed`: programs of ours, each unchanged and changed."""
     paragraphs = (
         "An arrival at an mbarrier releases what its thread did, and what other threads did before a barrier with it: "
         "causality is transitive (PTX ISA 8.9.4). racecheck takes for ordered what the arriving thread itself did. "
@@ -179,7 +179,7 @@ def arrivals(changed: Sequence[Answer]) -> str:
 
 
 def sanitizer_page() -> str:
-    """docs/compute-sanitizer.md, of both records."""
+    """docs/compute-sanitizer.md, from both records."""
     return table(recorded()) + arrivals(json.loads(RACECHECK.read_text("utf-8")))
 
 
@@ -194,9 +194,9 @@ def _lines(paragraph: str) -> list[str]:
 
 
 def renewed(text: str, paragraph: str) -> str:
-    """The text of a page with its paragraph: in place of the last one, or of the words that nobody has looked.
+    """The text of a page with its paragraph, in place of the previous one or of the words for "not run yet".
 
-    ValueError if it has neither. The words may end a paragraph, and others may follow them.
+    Raises ValueError if the page has neither. These words may end a paragraph, and others may follow them.
     """
     wrapped = "\n".join(_lines(paragraph))
     if _PARAGRAPH.search(text):
@@ -210,7 +210,7 @@ def renewed(text: str, paragraph: str) -> str:
 
 
 def main() -> None:
-    """Write the pages anew. A page with a record of its own, and one that says nothing of silicon, stays as it is."""
+    """Rewrites the pages. A page with its own record, or one that says nothing about silicon, stays as it is."""
     programs = recorded()
     TABLE.write_text(sanitizer_page(), "utf-8")
     for page, paragraph in paragraphs(programs).items():

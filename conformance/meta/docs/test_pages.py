@@ -1,4 +1,4 @@
-"""Every program of docs/rules, docs/notes and docs/found runs: the findings are those shown, the cures are clean."""
+"""Every program of docs/rules, docs/notes and docs/found runs: it prints the finding shown, and each cure is clean."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FINDINGS = [path for path in PAGES if any(trial.said for trial in trials(path))]
 
 
 def _named(path: Path) -> set[str]:
-    """The rules that the head of a page names."""
+    """The rules named at the head of a page."""
     return set(re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)*)`", path.read_text("utf-8").split("\n## ", 1)[0]))
 
 
 def _sentence(said: str) -> str:
-    """A finding without the instructions that it quotes: how much of a long one is shown does not matter."""
+    """A finding without its quoted instructions, so that it does not matter how much of a long one is shown."""
     return re.sub(r"`[^`]*`", "``", said)
 
 
@@ -44,7 +44,7 @@ def test_a_page_says_what_happens(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", RULES, ids=lambda path: path.stem)
 def test_a_rule_s_page_shows_its_rules(path: Path) -> None:
-    """Each has a kernel that breaks one of the rules that it names, and a cure."""
+    """Each page has a kernel that breaks one of its named rules, and a cure."""
     named = _named(path)
     shown = {trial.rule for trial in trials(path) if trial.said}
     assert shown, "no finding is shown"
@@ -71,11 +71,12 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 UNKNOWN = ("Not run", "Not known", "not known here", "not measured")
-"""How a page says that nobody has looked."""
+"""Words by which a page says that something has not been measured."""
 
 
 def unbacked(page: str) -> list[str]:
-    """The paragraphs and list items that speak of silicon or an H200 with neither a record, nor that it is unknown."""
+    """Paragraphs and list items about silicon or an H200 that cite no record and do not say that the answer is
+    unknown."""
     prose = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
     said = [" ".join(one.split()) for one in re.split(r"\n\n|\n(?=- )", prose)]
     backed = ("results/records/", "](../found/", *UNKNOWN)
@@ -130,7 +131,7 @@ def test_the_copy_of_p_is_that_of_the_kernel() -> None:
 
 
 def test_what_silicon_did_is_the_record() -> None:
-    """The sentences about the H200 are made of results/records/h200-found.json."""
+    """The sentences about the H200 match results/records/h200-found.json."""
     said = {path.stem: " ".join(path.read_text("utf-8").split()) for path in PAGES}
     for stem, sentence in report():
         assert sentence in said[stem], f"docs/.../{stem}.md does not say: {sentence}"

@@ -1,4 +1,4 @@
-"""Programs of pages for a GPU: what is launched there is what the pages hold, and what came back is told as it is."""
+"""Page programs on a GPU: what is launched matches the pages, and results are reported as they are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LATE = [one for one in PACKED if one["name"].endswith(" late")]
 
 @pytest.mark.parametrize("size", [4096, 4100, 9216])
 def test_the_filler_stays_inside_the_shared_memory_of_a_cta(size: int, tmp_path: Path) -> None:
-    """It once did not where its size was no multiple of 4096, and every program ended in its illegal address."""
+    """Regression: with a size that was no multiple of 4096, the filler accessed an illegal address in every program."""
     (tmp_path / "dirt.ptx").write_text(filler(size), "utf-8")
     machine = megamoe.vm.Device("sm_90a")
     machine.launch(str(tmp_path / "dirt.ptx"), "dirt", 1, 1024, smem=size)
@@ -36,7 +36,7 @@ def test_the_filler_stays_inside_the_shared_memory_of_a_cta(size: int, tmp_path:
 
 @pytest.mark.parametrize("program", LATE, ids=lambda one: one["name"])
 def test_a_late_party_changes_no_finding(program: Program, tmp_path: Path) -> None:
-    """Under the schedule of the page the defect is found, and the mended kernel is clean and right."""
+    """Under the page's schedule the defect is found, and the mended kernel is clean and right."""
     (plain,) = (one for one in PACKED if f"{one['name']} late" == program["name"])
     assert program["kernel"] != plain["kernel"], "nothing is late"
     found = outcome(Trial(program["kernel"], program["python"], ""), tmp_path)
@@ -80,7 +80,7 @@ TWO_ENTRIES = """.version 8.7
 
 
 def test_a_wait_in_vain_ends_its_thread(tmp_path: Path) -> None:
-    """In any entry, and however its loop is written."""
+    """Holds in any entry, and for any form of the loop."""
     given = patient(TWO_ENTRIES, 0)
     assert given.partition(".visible .entry kernel")[0].count("%patience") == 0, "an entry without waits is changed"
     (tmp_path / "kernel.ptx").write_text(given, "utf-8")
@@ -136,7 +136,7 @@ def test_a_log_is_counted_to_its_end(log: str, errors: int, says: str) -> None:
 
 
 def test_a_child_that_does_not_end_takes_its_children_along() -> None:
-    """A sanitizer's program holds its pipes, and would be waited for."""
+    """A sanitizer's program holds its pipes, so the caller would wait for it."""
     began = time.monotonic()
     assert answered(["sh", "-c", "sleep 30 & sleep 30"], 0.2)["error"] == "it did not end"
     assert time.monotonic() - began < 15, "its child was waited for"
@@ -156,7 +156,7 @@ def test_a_host_without_a_gpu_says_so(tmp_path: Path) -> None:
 
 
 def test_every_kernel_of_many_ctas_has_its_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One had none, and those behind it did not run."""
+    """Regression: one kernel had no question, and those after it did not run."""
     for size in ("ROUNDS", "COLD_BYTES"):
         monkeypatch.setattr(on_device, size, 4)
     assert set(on_device.pack()) == set(on_device.questions("cpu"))
@@ -237,7 +237,7 @@ def test_a_paragraph_takes_the_place_of_the_last_one_or_of_no_knowledge() -> Non
 
 
 def test_every_page_of_a_found_defect_can_take_its_paragraph() -> None:
-    """Or it has a record of on_device.py."""
+    """Or it has its own record from on_device.py."""
     own = {stem for stem, _ in on_device.report()}
     told = paragraphs({one["name"]: _answer(one["rule"], memcheck=0) for one in PACKED})
     for page, paragraph in told.items():

@@ -1,4 +1,4 @@
-"""The pages say of silicon and compute-sanitizer what results/records/h200-programs.json says."""
+"""The pages agree with results/records/h200-programs.json about silicon and compute-sanitizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megamoe check`: what it says of good and bad kernels, its exit status, and the examples, which run."""
+"""`megamoe check`: its messages about good and bad kernels, its exit status, and the examples, which run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GOOD = f"""{HEAD}
   ret;
 }}
 """
-# Warp 0 stores, warp 1 loads, and nothing orders them: the schedule decides what is stored.
+# Warp 0 stores, warp 1 loads, without an order between them: the schedule decides what is stored.
 RACE = f"""{HEAD}
 .visible .entry race(.param .u64 y)
 {{

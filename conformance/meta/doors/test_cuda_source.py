@@ -1,4 +1,4 @@
-"""megamoe.cuda_source: which compiler is asked, what is said where none can, and what NVRTC takes."""
+"""megamoe.cuda_source: which compiler is used, what is reported if none works, and what NVRTC accepts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Nvcc = Callable[[str, int], str]
 
 @pytest.fixture
 def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvcc:
-    """Puts one more nvcc in front of NVRTC, behind those before: it says `words` and ends with `status`."""
+    """Adds an nvcc ahead of NVRTC, after those added before: it prints `words` and exits with `status`."""
     places = list[str]()
     monkeypatch.setattr(cuda_source, "nvccs", lambda: places)
 
     def planted(words: str, status: int) -> str:
         place = tmp_path / f"nvcc{len(places)}"
-        # Its last argument is the PTX that it writes.
+        # Its last argument is its output file for the PTX.
         place.write_text(f'#!/bin/sh\nfor last; do :; done\necho "{words}" | tee "$last" >&2\nexit {status}\n')
         place.chmod(0o755)
         places.append(str(place))
@@ -81,7 +81,7 @@ def test_a_source_of_one_line_is_no_name_of_a_file(nvcc: Nvcc) -> None:
 
 
 def test_the_same_source_is_the_same_ptx(nvcc: Nvcc) -> None:
-    """nvcc names what is internal after its folder, in the text and in the bytes of the names for lines."""
+    """nvcc derives internal names from its folder, both in the text and in the bytes of line-table names."""
     text = 'extern "C" __global__ void attend() {}\n'
 
     def ptx_of(identity: str, text: str) -> str:
@@ -188,7 +188,7 @@ def test_lines_of_text_are_those_of_no_file(monkeypatch: pytest.MonkeyPatch, alo
     if alone:
         monkeypatch.setattr(cuda_source, "nvccs", list)
     vm = Device("sm_100a")
-    # Two texts with the same line: a name that is the same in every run, and yet two findings.
+    # Two texts with the same line: one name that is the same in every run, and still two findings.
     for text in (RACING, RACING.replace("threadIdx.x;", "threadIdx.x + 1;")):
         with pytest.raises(KernelFault):
             vm.launch(text, "racing", 1, 64, torch.zeros(1, dtype=torch.int32))

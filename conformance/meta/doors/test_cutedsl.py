@@ -1,4 +1,4 @@
-"""megamoe.cutedsl: CuTeDSL's own marshalling on CPU tensors, host code that runs here, findings of its kernels."""
+"""megamoe.cutedsl: CuTeDSL's own marshalling on CPU tensors, host code that runs here, findings in its kernels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def by_pointers(ptrs: tuple[cute.Pointer, cute.Pointer], n: cutlass.Int32):
 
 
 class Scaled:
-    """A function object, as CUTLASS's examples are."""
+    """A function object, as in CUTLASS's examples."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -188,7 +188,7 @@ def test_what_was_there_comes_back() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_graph_launches_at_each_replay() -> None:
-    """Also the call that compiles, with arguments that nobody else keeps."""
+    """Includes the call that compiles, with arguments that nothing else keeps alive."""
     x, y = torch.ones(300), torch.zeros(300)
     with torch_cuda.on_host("sm_90a"):
         graph = torch.cuda.CUDAGraph()
@@ -209,7 +209,7 @@ def everywhere(x: cute.Pointer, blocks: cutlass.Int32):
 
 @pytest.mark.usefixtures("installed")
 def test_memory_of_the_runtime_and_its_errors() -> None:
-    """cudaMalloc gives memory that kernels reach; a cooperative launch that is too large fails as on a device."""
+    """cudaMalloc gives memory that kernels can reach. A cooperative launch that is too large fails as on a device."""
     _, address = runtime.cudaMalloc(4)
     runtime.cudaMemset(address, 0, 4)
     pointer = make_ptr(cutlass.Float32, address, cute.AddressSpace.gmem)

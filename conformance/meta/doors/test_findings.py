@@ -1,4 +1,4 @@
-"""Findings at the doors: which of them raise in which profile, suppressions, the four formats, one a site."""
+"""Findings at the doors: which ones raise in which profile, suppressions, the four formats, one finding per site."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def launched(device: Device, *steps: str, grid: int = 1) -> KernelFault | None:
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged. pytest's own plugin, which does the same for every test, costs each of them 0.4 ms."""
+    """Keeps log records. pytest's own plugin would do the same for every test, at 0.4 ms each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def logged() -> Iterator[Lines]:
 
 
 def finding(**changes: object) -> KernelFinding:
-    """A finding of one's own."""
+    """A finding with the given fields changed."""
     values: dict[str, Any] = {
         "rule": "race",
         "grade": "error",
@@ -130,7 +130,7 @@ def test_a_clean_kernel_has_no_findings() -> None:
 
 
 def test_a_launch_that_ends_raises_in_every_profile() -> None:
-    """Its results are not there, whatever counts."""
+    """A launch that ended early has no results, whatever the profile."""
     for profile in PROFILES:
         device = Device("sm_100a", profile=profile)
         fault = launched(device, RACE, CLEAN, BEYOND)
@@ -261,7 +261,7 @@ def test_a_file_of_suppressions_that_cannot_be_used_is_said(text: str, sentence:
 
 
 def test_a_fault_that_ends_the_launch_is_not_suppressed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A kernel that never finished has no results that somebody could have looked at."""
+    """A kernel that never finished has no results to check."""
     file, suppress = tmp_path / "kernel.ptx", tmp_path / "suppress.yaml"
     file.write_text(kernel(BEYOND))
     suppress.write_text("- {rule: out-of-bounds, kernel: kernel, reason: looked at}\n")
@@ -279,7 +279,7 @@ def test_a_fault_that_ends_the_launch_is_not_suppressed(tmp_path: Path, capsys: 
 
 # Formats
 
-# The constraints of the OASIS schema that code hosts refuse uploads for; the schema itself is not ours to copy.
+# The constraints of the OASIS schema for which code hosts refuse uploads. The schema itself is not ours to copy.
 _MESSAGE = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string", "minLength": 1}}}
 _LOCATION = {
     "type": "object",
@@ -388,7 +388,7 @@ SARIF: dict[str, Any] = {
 
 
 def run_of_all_sorts() -> CheckedRun:
-    """Findings of each grade, one suppressed, a stale suppression, and something that fails besides."""
+    """Findings of each grade, one suppressed, a stale suppression, and another failure."""
     suppressions = (Suppression("race", "looked at", "attention.py:12", where="suppress.yaml, line 1"),)
     ledger = Ledger("strict", (*suppressions, Suppression("trap", "gone", kernel="old", where="suppress.yaml, line 2")))
     device = Device("sm_100a", profile="lenient")
@@ -448,7 +448,8 @@ def test_a_launch_that_does_not_end_is_at_a_line_of_the_source(rule: str, step: 
 
 
 def test_a_race_of_copies_of_one_element_names_its_cause() -> None:
-    """Two warps load a word, and one of them stores it under a predicate; without one, nothing speaks of copies."""
+    """Two warps load a word, and one stores it under a predicate. Without a predicate, the message does not mention
+    copies."""
     load, one = "ld.global.u32 %r4, [%rd1];\n add.u32 %r4, %r4, 1;", "setp.eq.u32 %p2, %r1, 0;"
     ended = "\n bar.sync 0;\n ret;"
     for store, copies in (
@@ -472,7 +473,7 @@ def test_a_file_in_the_folder_of_the_run_has_a_relative_uri(tmp_path: Path, monk
 def test_a_finding_in_an_inlined_header_is_shown_where_the_kernel_calls_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A code host has no line of a toolkit's header to show."""
+    """A code host cannot show a line of a toolkit's header."""
     monkeypatch.chdir(tmp_path)
     header = SourceLine("/usr/cuda/bin/../include/atomics.hpp", 84, 3, "atomicAdd")
     called, deeper = SourceLine(str(tmp_path / "a.cu"), 10, 3), SourceLine(str(tmp_path / "a.cu"), 20)

@@ -1,4 +1,4 @@
-"""megamoe.torch_cuda: seeds, and allocations as a device's."""
+"""megamoe.torch_cuda: seeds, and allocations like a device's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""megamoe.triton and `pytest --megamoe-vm`: Triton's kernels on CPU tensors, descriptors, tuning, hooks, findings."""
+"""megamoe.triton and `pytest --megamoe-vm`: Triton kernels on CPU tensors, descriptors, tuning, hooks, findings."""
 
 from __future__ import annotations
 

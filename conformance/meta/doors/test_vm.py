@@ -1,4 +1,4 @@
-"""megamoe.vm: arguments as the kernel declares them, memory where it lies, errors in sentences, little overhead."""
+"""megamoe.vm: arguments as the kernel declares them, memory in place, errors in sentences, little overhead."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ def test_cuda_is_compiled_and_found_by_its_own_name(vm: Device, tmp_path: Path) 
 
 
 def test_a_door_parses_once_and_copies_nothing(vm: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launch costs beside the machine's own is timed by `python -m conformance.witness --doors`."""
+    """`python -m conformance.witness --doors` times the cost of a launch beyond the machine's own."""
     x, y = torch.ones(32), torch.zeros(32)
     vm.launch(SCALE, "scale", 1, 32, y, x, 1.0, 0, None)
     own, reached = Machine.launch, list[bool]()

@@ -1,4 +1,4 @@
-"""A built wheel works outside of a checkout: its specs, its machine and its doors are in it."""
+"""A built wheel works outside of a checkout: it contains the specs, the machine and the doors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print(megamoe.__file__, y[0])
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked wheel, built without a network from a copy of what is shipped."""
+    """The unpacked wheel, built offline from a copy of the shipped files."""
     place = tmp_path_factory.mktemp("wheel")
     for name in SHIPPED:
         source = ROOT / name

@@ -28,13 +28,13 @@ from megamoe.spec.selection import known_cases
 SPECS = specs()
 TIMES = 10 + np.linspace(0, 1, 50).reshape(10, 5)
 METRICS = {"o.max": 0.009, "o.rms": 0.002, "lse.max": 1e-7, "lse.cosine": 1.0, "o.max.bar": 0.02}
-# Their name of each model -> ours.
+# Model name in flashinfer-bench -> ours.
 MODELS = {"Definition": ours.Definition, "Workload": ours.Workload, "Solution": ours.Solution, "Trace": ours.TraceLine}
 
 
 @cache
 def theirs() -> dict[str, type[BaseModel]]:
-    """The models of flashinfer-bench alone: the rest needs a device. Empty if it is not installed."""
+    """The models of flashinfer-bench alone, because the rest needs a device. Empty if it is not installed."""
     found = importlib.util.find_spec("flashinfer_bench")
     if found is None or found.submodule_search_locations is None:
         return {}
@@ -111,7 +111,7 @@ def test_numbers_are_there_only_where_they_mean_something(
     metrics: dict[str, float],
     expected: str | None,
 ) -> None:
-    """Rows without a time: the format has no pass without a latency."""
+    """Rows without a time have none: the format has no pass without a latency."""
     line = record(status, program=program).model_copy(update={"metrics": metrics})
     folder = exported(tmp_path, capsys, line)
     found = [trace["evaluation"] for trace in traces(folder)]
@@ -184,7 +184,7 @@ def run(source: str, *arguments: object) -> Any:
 
 
 def arguments(op: str, case_id: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Inputs and outputs of the simulated reference as the format has them: signed bytes, scalars."""
+    """The simulated reference's inputs and outputs in the format's form: signed bytes, scalars."""
     spec = SPECS[op]
     case = spec.parse_case(case_id)
     call, room = call_of(spec, case), reference(op)
@@ -220,7 +220,7 @@ def test_the_reference_that_is_written_computes_the_outputs(op: str, case_id: st
 
 
 def test_the_solution_that_is_written_runs_the_kernel() -> None:
-    """On the VM, since there is no device here."""
+    """Runs on the VM, because there is no device here."""
     case_id = "fmha:hd=64,t=1,s_k=128"
     call = call_of(SPECS["fmha"], SPECS["fmha"].parse_case(case_id))
     given, expected = arguments("fmha", case_id)
@@ -256,7 +256,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, capsys: pyt
 
 
 def dataset(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name of its model, object) for every object of a dataset."""
+    """(model name, object) for every object of a dataset."""
     for kind, model in (("definitions", "Definition"), ("solutions", "Solution")):
         for file in folder.glob(f"{kind}/**/*.json"):
             yield model, json.loads(file.read_text("utf-8"))
@@ -266,7 +266,7 @@ def dataset(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_what_is_written_is_what_the_package_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Held against our models of the format, and against those of flashinfer-bench where it is installed."""
+    """Checked against our models of the format, and against flashinfer-bench's where it is installed."""
     lines: list[AnyLine] = [gpu(), timing(TIMES), record("failed").model_copy(update={"metrics": METRICS})]
     lines += [record("timed_out", case=case_id) for _, case_id in every_case()]
     found = list(dataset(exported(tmp_path, capsys, *lines)))

@@ -1,6 +1,6 @@
-"""The XML of the gate has the form that Ant's and Jenkins's schemas for JUnit share, and says what the gate says.
+"""The gate's XML has the form that Ant's and Jenkins's JUnit schemas share, and says what the gate says.
 
-The shape below is the common part of the schema of the Ant tasks (windyroad/JUnit-Schema) and of Jenkins's junit-10.
+The form below is the common part of the Ant tasks' schema (windyroad/JUnit-Schema) and of Jenkins's junit-10.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megamoe.records.lines import RecordError
 
 STARTED = "2026-11-21T18:00:00+00:00"
 TOKEN, NUMBER, DECIMAL = r"\S+( \S+)*", r"\d+", r"\d+\.\d{1,3}"
-# Element -> attributes with their patterns, all of them required but those that end in "?".
+# Element -> attributes with their patterns. All are required except those that end in "?".
 ATTRIBUTES = {
     "testsuites": {},
     "testsuite": {
@@ -54,7 +54,7 @@ CHILDREN = {
 
 
 def _complaints(element: ElementTree.Element) -> Iterator[str]:
-    """What is not as the schemas have it."""
+    """Deviations from the schemas."""
     wanted = ATTRIBUTES.get(element.tag)
     if wanted is None:
         yield f"there is no element {element.tag}"

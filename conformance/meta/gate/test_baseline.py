@@ -1,4 +1,4 @@
-"""The tracked baseline is whole, canonical and the same on every machine; writing one is all or nothing."""
+"""The tracked baseline is complete, canonical and the same on every machine, and is written atomically."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_two_writers_at_once_are_one_too_many(tmp_path: Path) -> None:
         pass
 
 
-# Each row branches on values: the running maximum of attention, the routing of experts.
+# Each row branches on values: attention's running maximum, expert routing.
 JUDGED = ("fmha:hd=64,t=4,s_k=128,heads=8,kv_heads=2", "nvfp4_moe:hidden=128,intermediate=128,num_experts=1,tokens=1")
 ANOTHER_HOST = {
     "PYTHONHASHSEED": "2",
@@ -196,7 +196,7 @@ def _on_another_host() -> object:
 
 
 def test_counters_do_not_depend_on_the_host() -> None:
-    """Another order of hashing, another BLAS kernel, other vector instructions: the counters are the same."""
+    """With another hash order, BLAS kernel or vector instruction set, the counters are the same."""
     here = [judge(Row(case, "ptx", "sm_100a", "vm", "eager"), "run-1") for case in JUDGED]
     assert {one.status for one in here} == {"passed"}, [one.sentence for one in here]
     assert [[one.status, one.program_sha256, dict(one.counters)] for one in here] == _on_another_host()

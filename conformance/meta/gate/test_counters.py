@@ -1,4 +1,4 @@
-"""Nothing gets worse than the baseline, and nothing enters or leaves it, unseen."""
+"""Nothing gets worse than the baseline, or enters or leaves it, unseen."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_the_program_of_a_row_on_a_device_is_the_business_of_its_row_in_the_vm()
 
 
 def test_of_several_lines_of_figures_the_worst_counts() -> None:
-    """Records of two runs may come together; the order of the files must not decide."""
+    """Records of two runs may be combined; the order of the files must not decide."""
     worse, same = compiled(ROW, {**KERNEL, "registers": 255}), compiled(ROW)
     for lines in ((worse, same), (same, worse)):
         (found,) = _findings(judged(ROW), *lines, *BOTH[2:])

@@ -1,4 +1,4 @@
-"""Lines that are no evidence close the gate: forged, of other specs, under no header, or in contradiction."""
+"""Lines that are no evidence close the gate: forged, from other specs, without a header, or contradictory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gate says of run sets of which something is missing, or that do not fit together."""
+"""The gate's findings on run sets that are incomplete or do not fit together."""
 
 from __future__ import annotations
 

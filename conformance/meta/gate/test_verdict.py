@@ -1,4 +1,4 @@
-"""The gate fails closed, and an open one says how much it held against which baseline."""
+"""The gate fails closed, and an open gate says how much it compared with which baseline."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_two_entries_that_disagree_about_one_row_close_it() -> None:
 
 
 def test_a_row_may_be_expected_for_two_reasons() -> None:
-    """A backend that has neither sinks nor lengths of their own refuses a row with both."""
+    """A backend that supports neither sinks nor sequence lengths refuses a row with both."""
     entries = [expectation(), expectation(case="fmha:*")]
     assert judge_run([ROW], [_record(ROW, "failed")], entries).passed, "both entries say that it fails"
     assert not judge_run([ROW], [_record(ROW, "passed")], entries).passed, "both are wrong about a row that passes"

@@ -1,1 +1,1 @@
-"""The house itself: who imports whom, the README, the CI files."""
+"""The repository itself: who imports whom, the README, the CI files."""

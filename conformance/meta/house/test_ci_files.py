@@ -1,4 +1,4 @@
-"""The CI files that we ship ask for jobs, options and files that exist, and keep what they promise."""
+"""The CI files that we ship name jobs, options and files that exist, and keep their promises."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _texts(node: object) -> Iterator[str]:
 
 
 def _calls_of_nox(text: str) -> Iterator[tuple[str, list[str]]]:
-    """The session and the words after -- of each call of nox in a file."""
+    """The session and the words after -- for each nox call in a file."""
     for line in (line for part in _texts(yaml.safe_load(text)) for line in part.splitlines()):
         for call in re.findall(r"\bnox -s [^;|]*", line):
             words = shlex.split(call)
@@ -62,7 +62,7 @@ def _calls_of_nox(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _complaints(text: str) -> list[str]:
-    """What a CI file asks for that does not exist, and what it has to ask for but does not."""
+    """What a CI file uses that does not exist, and what it must use but does not."""
     calls = list(_calls_of_nox(text))
     found = [f"there is no nox session {session!r}" for session, _ in calls if session not in _sessions()]
     for session, words in calls:
@@ -128,7 +128,7 @@ def test_the_workflow_has_the_keys_that_github_wants() -> None:
 
 
 def _cached_without_a_key(steps: Sequence[Mapping[str, Any]]) -> str:
-    """What is wrong with how a workflow keeps ~/.cache/megamoe, whose entries run; "" if nothing is."""
+    """What is wrong with how a workflow caches ~/.cache/megamoe, whose entries are executed; "" if nothing is."""
     for number, step in enumerate(steps):
         if not step.get("uses", "").startswith("actions/cache"):
             continue
@@ -175,7 +175,7 @@ def test_the_key_of_ci_is_one_that_a_cache_takes(tmp_path: Path) -> None:
 
 
 def test_no_text_of_a_pull_request_becomes_code() -> None:
-    """What `${{ }}` inserts into a command is run by the shell: such values come in through `env` only."""
+    """The shell runs what `${{ }}` inserts into a command, so such values may only come in through `env`."""
     workflow = yaml.safe_load(GITHUB.read_text("utf-8"))
     shard, gate = (workflow["jobs"][name] for name in ("shard", "gate"))
     assert not [step["run"] for step in (*shard["steps"], *gate["steps"]) if "${{" in step.get("run", "")]

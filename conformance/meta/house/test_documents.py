@@ -1,4 +1,4 @@
-"""What the documents say is true: CONTRIBUTING.md of files and rooms, the READMEs of records, specs and the VM."""
+"""The documents are true: CONTRIBUTING.md about files and rooms, the READMEs about records, specs and the VM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAP = re.findall(r"\| `([\w./]+\.py):(\w+)` \|", CONTRIBUTING)
 
 
 def defines(text: str, name: str) -> bool:
-    """Whether a module with this text defines `name`, at its top or in a class."""
+    """Whether a module with this text defines `name`, at top level or in a class."""
     return re.search(rf"^ *(def|class) {name}\b|^{name}\b *[:=]", text, re.MULTILINE) is not None
 
 
@@ -76,7 +76,7 @@ def _id(case: str) -> str:
 
 
 def _measured() -> dict[str, tuple[float, dict[str, float]]]:
-    """Case -> microseconds of a bare read, and of each kernel of that session."""
+    """Case -> microseconds of a bare read, and of each kernel, in that session."""
     rows = json.loads((RECORDS / "h200-fmha-rows.json").read_text("utf-8"))
     return {_id(case): (row["bare_read_us"], {k: v for k, v in row["us"].items() if k != BEFORE})
             for case, row in rows.items()}  # fmt: skip
@@ -188,7 +188,7 @@ KEPT = sorted(RECORDS.glob("*.jsonl"))
 
 def _complaints(file: RecordFile) -> list[str]:
     found = [file.torn] if file.torn else []
-    # A lent machine with a device gets a copy of the tree, without its history; README.md says of which commit.
+    # A borrowed device machine gets a copy of the tree without its history; README.md names the commit.
     elsewhere = {record.run for record in file.records if record.executor == "gpu"}
     for header in (header for header in file.headers if header.run not in elsewhere):
         if header.git_revision is None or not re.fullmatch(r"[0-9a-f]{40}", header.git_revision):

@@ -237,7 +237,7 @@ def test_sad_bytes() -> None:
 
 REGISTERED = '[project.entry-points."megamoe.backends"]\n'
 SMOKE = "    schedules: [eager]\n    cases:\n"
-"""What is before the first row of fmha's profile smoke."""
+"""The text before the first row of fmha's profile smoke."""
 SHAPE = {
     "specs/fmha.yaml": lambda text: _after(_after(text, "  edges:\n", f"    - {ROW}\n"), SMOKE, f"      - {ROW}\n")
 }
@@ -249,7 +249,7 @@ OPCODE = {
     "conformance/vm/isa/test_byte_sums.py": lambda text: BYTES_TEST,
 }
 ADDED = {**SHAPE, **OP, **KERNEL, **LINE, **OPCODE}
-"""File -> from its text, empty for a new one, to its text with the addition."""
+"""File -> (its text, "" for a new one -> its text with the addition)."""
 
 
 def _after(text: str, place: str, more: str) -> str:
@@ -258,12 +258,12 @@ def _after(text: str, place: str, more: str) -> str:
 
 
 def _left_out(folder: str, names: list[str]) -> list[str]:
-    """What no checkout tracks: environments, caches, runs."""
+    """Names that a checkout does not track: environments, caches, runs."""
     return [name for name in names if name[0] == "." or name.endswith(".egg-info") or name in ("runs", "failures")]
 
 
 def _install(tree: Path) -> None:
-    """Writes the entry points of pyproject.toml where `pip install -e .` would: metadata that Python finds first."""
+    """Writes pyproject.toml's entry points as `pip install -e .` would, as metadata that Python finds first."""
     project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
     (info := tree / "megamoe-0.1.0.dist-info").mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
@@ -277,7 +277,7 @@ def _install(tree: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout in which everything is added, and nothing installed but its own metadata."""
+    """A copy of the checkout with everything added, and nothing installed but its own metadata."""
     tree = tmp_path_factory.mktemp("grown") / "checkout"
     shutil.copytree(ROOT, tree, ignore=_left_out)
     for file, grown in ADDED.items():
@@ -289,7 +289,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _python(tree: Path, *arguments: str, status: int = 0) -> str:
-    """What `python ARGUMENTS` prints in the tree, whose modules come before those of the checkout."""
+    """The output of `python ARGUMENTS` in the tree, whose modules take precedence over the checkout's."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=tree, capture_output=True, text=True, timeout=300, check=False
     )
@@ -304,7 +304,7 @@ SPECS = ("conformance/meta/spec/test_spec.py", "conformance/meta/house/test_more
 
 @pytest.fixture(scope="module")
 def outcomes(tree: Path) -> dict[str, Counter[str]]:
-    """How the tests of the tree that know of what was added end, by file. One process, which imports torch once."""
+    """Results, by file, of the tree's tests that cover the additions. One process, so that torch is imported once."""
     (tree / "results" / "coverage.md").write_text(_python(tree, "-m", "backends.vm.coverage"))
     those = " or ".join(Path(file).stem for file in (*OPCODES, *SPECS))
     chosen = ("-k", f"(test_laws and rmsnorm and not gpu) or {those}", "--case", "rmsnorm:rows=3,hidden=96")
@@ -325,7 +325,7 @@ def _all_passed(outcomes: dict[str, Counter[str]], *files: str) -> None:
 
 
 def _differing(tree: Path) -> Iterator[str]:
-    """Files of the tree that are not as in the checkout, but for what commands write."""
+    """Files of the tree that differ from the checkout, except those that commands write."""
     for path in tree.rglob("*"):
         name, ours = path.relative_to(tree).as_posix(), ROOT / path.relative_to(tree)
         written = name.startswith(("results/", "megamoe-")) or "__pycache__" in name or name.endswith(".jsonl")
@@ -334,7 +334,8 @@ def _differing(tree: Path) -> Iterator[str]:
 
 
 def test_a_change_costs_what_the_readme_says(tree: Path) -> None:
-    """A shape is 1 file, an op 2 and one a backend, a backend a folder and a line, an opcode 2. No other differs."""
+    """A shape takes 1 file, an op 2 and one per backend, a backend a folder and a line, an opcode 2. No other file
+    differs."""
     assert (len(SHAPE), len(OP), len(KERNEL), len(LINE), len(OPCODE)) == (1, 2, 1, 1, 2)
     assert sorted(_differing(tree)) == sorted(ADDED)
 
@@ -347,7 +348,7 @@ def test_a_new_shape_is_in_the_matrix_and_passes(tree: Path) -> None:
 
 
 def test_a_new_op_runs_and_its_gate_opens_once_it_is_accepted(tree: Path) -> None:
-    """What nox -s gate says is what helps: the command that it prints takes the rows in."""
+    """The gate's own advice works: the command that it prints accepts the rows."""
     megamoe = ("-m", "megamoe")
     out = _python(tree, *megamoe, "run", "--op", "rmsnorm", "--jobs", "1", "--output", "op.jsonl")
     assert "8 passed, 0 failed" in out, "4 cases on 2 targets of the new backend"
@@ -372,7 +373,7 @@ def test_the_tests_of_the_specs_and_of_many_ops_hold_for_what_was_added(outcomes
 
 
 def test_what_was_added_keeps_the_rules_of_the_house(tree: Path) -> None:
-    """All other files are as in the checkout, of which test_import_rules.py asks the same."""
+    """All other files are as in the checkout, where test_import_rules.py checks them."""
     added = {file: (tree / file).read_text() for file in ADDED if file.endswith(".py")}
     assert len(added) == 4, f"an op, a kernel, an opcode and its test were added, not {sorted(added)}"
     found = [sentence for file, text in added.items() for rule in RULES for sentence in broken(rule, file, text)]

@@ -1,4 +1,4 @@
-"""The walls of the house: who may import whom, who prints, who reads the environment; sizes, names, copies."""
+"""The walls of the repository: who may import whom, who prints, who reads the environment; sizes, names, copies."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TOPS = ("megamoe", "backends", "conformance")
 MAX_LINES = 800
 MAX_FUNCTION_LINES = 90
 MAX_PARAMETERS = 10
-"""Of one signature, `self` and `cls` not counted."""
+"""Maximum parameters of a signature, not counting `self` and `cls`."""
 FORBIDDEN_NAMES = ("util", "utils", "helper", "helpers", "manager", "managers", "misc", "common")
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.*")
 TORCH_IN_VM = "backends/vm/executor.py"
 
-# Which rooms each room may import, besides itself. `*` is any folder that has no line of its own. `X.__init__` is the
-# door of X: it registers what the folders inside X hold, while these share the loose files of X.
+# Which rooms each room may import, besides itself. `*` is any folder without its own line. `X.__init__` is the door of
+# X: it registers what the folders inside X hold, and these folders share the loose files of X.
 MEGAMOE = {
     "contract": "",
     "codec": "contract",
@@ -40,14 +40,14 @@ MEGAMOE = {
     "report": "contract spec records diff explain",
     "export": "contract runner spec ops records gate findings",
     "cli": "megamoe contract runner spec records diff judge gate bench explain report export vm cuda_source findings",
-    # The doors. Each finds its machine by entry point, so that none imports a backend.
+    # The doors. Each finds its machine by entry point, so none of them imports a backend.
     "findings": "contract spec",
     "cuda_source": "contract",
     "vm": "contract runner findings cuda_source",
     "triton": "contract vm",
     "cutedsl": "contract vm",
     "torch_cuda": "contract vm",
-    # What PyTorch users call; megamoe/__init__.py hands its names out when they are asked for.
+    # The API for PyTorch users. megamoe/__init__.py exports its names lazily.
     "torch_ops": "megamoe contract codec spec",
     "pytest_plugin": "contract vm torch_cuda triton cutedsl findings export",
     "__main__": "cli",
@@ -91,7 +91,7 @@ BACKENDS = {
     ),
     "vm": "",
 }
-# All of them may import megamoe and backends too.
+# All of these may also import megamoe and backends.
 CONFORMANCE = {
     "fakes": "",
     "vm": "",
@@ -109,7 +109,7 @@ SAME_IDEA = {
     "Address Instruction Negated Register Sink": "the VM reads PTX with no code of the backend that writes it",
     "DLTensor FfiAny FfiArray": "two encoders of one ABI, the device's and the VM's, that test each other",
 }
-"""Class names that may stand in two modules of megamoe and backends, and why."""
+"""Class names that may occur in two modules of megamoe and backends, and why."""
 
 SIGNATURES_OF_OTHERS = {
     "backends/vm/host/launch_calls.py: launch_kernel": "cuLaunchKernel has 11 parameters",
@@ -144,7 +144,7 @@ def _module(path: str) -> str:
 
 @cache
 def _resolved(name: str) -> str:
-    """The module in which an imported name stands: megamoe.contract.Case -> megamoe.contract."""
+    """The module that defines an imported name: megamoe.contract.Case -> megamoe.contract."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:count])
@@ -178,18 +178,18 @@ _LOOKED_AT = (
 
 @cache
 def _nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
-    """The nodes of a tree that any rule looks at: it is walked once for all of them."""
+    """The nodes of a tree that any rule inspects. Cached, so that the tree is walked once for all rules."""
     return tuple(node for node in ast.walk(tree) if isinstance(node, _LOOKED_AT))
 
 
 def _last_name(call: ast.Call) -> str:
-    """`c` of a call of `a.b.c`; "" if what is called has no name."""
+    """`c` for a call of `a.b.c`; "" if the callee has no name."""
     func = call.func
     return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
 
 
 def imports(path: str, tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Absolute names that a file imports, lazily, for types only or not, and the lines on which it does."""
+    """Absolute names that a file imports, whether lazily or for types only, with their line numbers."""
     parent = _module(path).split(".") if path.endswith("__init__.py") else _module(path).split(".")[:-1]
     for node in _nodes(tree):
         if isinstance(node, ast.Import):
@@ -217,7 +217,7 @@ def rooms_keep_to_the_table(path: str, text: str, tree: ast.Module) -> Iterator[
         if top not in TOPS or name == top != "megamoe":
             continue
         if path.startswith("conformance/"):
-            # Conformance may import everything; what its own rooms may import of each other is in the table.
+            # Conformance may import everything, but its own rooms import each other only by the table.
             if top != "conformance" or room is None:
                 continue
         elif top == "conformance":
@@ -232,7 +232,7 @@ def rooms_keep_to_the_table(path: str, text: str, tree: ast.Module) -> Iterator[
 
 
 def torch_stays_out_of_the_vm(path: str, text: str, tree: ast.Module) -> Iterator[str]:
-    """The machine runs on NumPy; its executor takes tensors."""
+    """The machine runs on NumPy; only its executor takes tensors."""
     if path.startswith("backends/vm/") and path != TORCH_IN_VM:
         for name, line in imports(path, tree):
             if name == "torch" or name.startswith("torch."):
@@ -242,7 +242,7 @@ def torch_stays_out_of_the_vm(path: str, text: str, tree: ast.Module) -> Iterato
 def configuration_comes_in_by_three_doors(path: str, text: str, tree: ast.Module) -> Iterator[str]:
     """Only noxfile, conftest and cli read the environment. Setting a variable for a library is not reading.
 
-    The judge's worker and the runner hand the whole environment on to their processes and read no variable.
+    The judge's worker and the runner pass the whole environment to their processes and read no variable.
     """
     if (
         path in ("noxfile.py", "megamoe/judge/worker.py")
@@ -266,9 +266,9 @@ def configuration_comes_in_by_three_doors(path: str, text: str, tree: ast.Module
 
 
 def only_cli_prints(path: str, text: str, tree: ast.Module) -> Iterator[str]:
-    """Of the library and the backends, only cli and the modules that are commands of their own write to a terminal.
+    """In the library and the backends, only cli and modules that are commands write to a terminal.
 
-    The door megamoe/vm.py hands on what kernels print.
+    The door megamoe/vm.py passes on what kernels print.
     """
     if (
         path.startswith(("megamoe/cli/", "conformance/"))
@@ -315,7 +315,7 @@ def names_say_what_is_inside(path: str, text: str, tree: ast.Module) -> Iterator
 
 
 def a_room_states_its_rule(path: str, text: str, tree: ast.Module) -> Iterator[str]:
-    """The first paragraph of an __init__.py is one sentence: the rule of the room. More may follow it."""
+    """The first paragraph of an __init__.py is one sentence: the room's rule. More may follow."""
     if path.endswith("/__init__.py"):
         rule = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
         if not rule.endswith(".") or ". " in rule:
@@ -334,7 +334,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def classes_named_twice(files: Mapping[str, str]) -> list[str]:
-    """Public class names that stand in two modules and are not in SAME_IDEA, and names in it that no longer do."""
+    """Public class names defined in two modules and not in SAME_IDEA, and names in SAME_IDEA that no longer are."""
     places: dict[str, list[str]] = defaultdict(list)
     for path, text in files.items():
         for node in _nodes(_tree(text)):
@@ -347,20 +347,20 @@ def classes_named_twice(files: Mapping[str, str]) -> list[str]:
 
 
 def folders_without_a_rule(paths: list[str]) -> list[str]:
-    """Folders of Python that have no __init__.py."""
+    """Python folders without an __init__.py."""
     folders = {Path(path).parent.as_posix() for path in paths} - {"."}
     return sorted(folder for folder in folders if f"{folder}/__init__.py" not in paths)
 
 
 def checkout_files() -> dict[str, str]:
-    """Every Python file of the house and its text."""
+    """Every Python file of the repository, with its text."""
     found = [file for top in TOPS for file in (ROOT / top).rglob("*.py")]
     found += [file for name in ("noxfile.py", "conftest.py") if (file := ROOT / name).exists()]
     return {file.relative_to(ROOT).as_posix(): file.read_text("utf-8") for file in sorted(found)}
 
 
 def broken(rule: Rule, path: str, text: str) -> list[str]:
-    """The sentences of one rule about one file."""
+    """One rule's sentences about one file."""
     return list(rule(path, text, _tree(text)))
 
 
@@ -509,11 +509,11 @@ def test_what_is_allowed_passes(path: str, text: str) -> None:
 
 
 MIN_LINES = 4
-"""A body of fewer lines may be alike by nature: the name of an entry, a class of errors."""
+"""Shorter bodies may be alike by nature: an entry's name, an error class."""
 
 
 def copies(sources: Mapping[str, str]) -> list[str]:
-    """The functions whose bodies, docstrings and annotations aside, stand in two modules, as "a.py: f = b.py: g"."""
+    """Functions whose bodies, without docstrings and annotations, occur in two modules, as "a.py: f = b.py: g"."""
     first: dict[str, str] = {}
     found: list[str] = []
     for path, text in sources.items():

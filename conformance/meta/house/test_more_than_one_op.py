@@ -1,4 +1,4 @@
-"""What the harness does for ops that differ: stages with tensors of their own, codes, padding, ops without a kernel."""
+"""The harness handles ops that differ: stages with their own tensors, codes, padding, ops without a kernel."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_free_elements_may_hold_anything() -> None:
 
 
 def test_a_settled_oracle_leaves_the_noise_as_it_is() -> None:
-    """What the kernel chose moves what it is held to, not how far it may be from that."""
+    """The kernel's choices move its reference, not the allowed distance from it."""
     oracle, moved = torch.ones(4, 64).double(), torch.full((4, 64), 2.0).double()
     simulated, held = oracle.bfloat16(), SPECS["fmha"].tolerance
     given = Latitude(oracle={"y": moved})
@@ -203,12 +203,12 @@ def test_filters_and_names_that_one_op_has_select_that_op(capsys: pytest.Capture
 
 
 def test_every_op_has_a_spec_and_a_reference() -> None:
-    """A module of the room is an op; a module of an op's own folder is not."""
+    """A module in the ops folder is an op; a module in an op's own folder is not."""
     assert referenced_ops() == tuple(sorted(specs()))
 
 
 def test_an_op_may_be_named_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No name is read by its prefix: fmha_x and nvfp4_moe_inputs are ops of their own."""
+    """No name is matched by prefix: fmha_x and nvfp4_moe_inputs are separate ops."""
     for name in ("fmha_x", "nvfp4_moe_inputs"):
         (tmp_path / f"{name}.py").write_text(f"ABSOLUTE_SCALE = {{'{name}': 1.0}}\n")
     before = referenced_ops()

@@ -39,7 +39,7 @@ def arena(guard: int = ALIGNMENT, rows: int = 3000) -> Arena:
 
 
 def bytes_around(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The storage of `tensor` as bytes, and the byte where the tensor begins."""
+    """The storage of `tensor` as bytes, and the tensor's first byte in it."""
     storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     return storage, int(tensor.storage_offset()) * tensor.dtype.itemsize
 
@@ -73,7 +73,7 @@ def test_every_byte_of_both_bands_is_guarded(name: str, guard: int) -> None:
 
 
 def test_a_band_is_not_one_byte_repeated() -> None:
-    """A copy past the end that was read past the end of another band must show."""
+    """Bytes of one part of a band, copied over another part, must show."""
     room = arena()
     storage, start = bytes_around(room.tensors["y"])
     storage[start - 64 : start] = storage[start - 128 : start - 64].clone()
@@ -180,7 +180,7 @@ def test_inputs_are_copied_and_their_hash_tells_them_apart() -> None:
 
 
 def test_digests_of_large_tensors_tell_them_apart_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are integer arithmetic on the device of the tensor: bits, places and whole blocks count."""
+    """These digests use integer arithmetic on the tensor's device: bits, positions and whole blocks count."""
     monkeypatch.setattr("megamoe.judge.arena.HASHED", SEAL_BYTES)
     body = torch.arange(5 * SEAL_BYTES + 100).to(torch.uint8)
     body[SEAL_BYTES : 2 * SEAL_BYTES] = 7
@@ -242,7 +242,7 @@ def test_scaled_inputs_all_differ_from_what_they_were_and_come_back_bit_by_bit()
         first = {name: tensor.clone() for name, tensor in held.tensors.items()}
         for name in inputs.keys() - ratios.keys():
             assert torch.equal(held.tensors[name], inputs[name]), f"{name} holds codes or numbers of experts"
-    # Steps of the factors are far wider than the rounding of a product of fp32.
+    # The steps between factors are much larger than the rounding of an fp32 product.
     factors = {name: {round(one, 4) for one in ratio.flatten().tolist()} for name, ratio in ratios.items()}
     assert all(len(found) == 1 and max(found) < 1 for found in factors.values()), f"{factors}: one factor a tensor"
     assert len(set.union(*factors.values())) == len(factors), "no two have the same, or one may undo the other"
@@ -303,7 +303,7 @@ def test_host_memory_is_sealed_by_digests() -> None:
 
 
 def test_memory_of_a_device_is_sealed_by_what_was_copied_there() -> None:
-    """A second copy of the weights of 384 experts has 14 GB."""
+    """A second copy of the weights of 384 experts would take 14 GB."""
     given, there = torch.empty(2, 3, device="meta"), torch.empty(24, dtype=torch.uint8, device="meta")
 
     def own(sealed: Seal) -> bool:

@@ -1,4 +1,5 @@
-"""Backends that want to be believed, brought down or left alone: each attack ends as results/attacks.md says."""
+"""Backends that try to be believed, to break the judge or to outlive it: each attack ends as results/attacks.md
+says."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ DEVICE = f"{ROOM}:DEVICE"
 LOCKED = landlock_version() > 0
 LOST = DeviceLostError.__new__(DeviceLostError)
 
-# Attribute -> the status, and words of the sentence. What only Landlock stops is skipped without it.
+# Attribute -> the status, and words of the sentence. Attacks that only Landlock stops are skipped without it.
 ATTACKS: dict[str, tuple[Status, str]] = {
     "HONEST": ("passed", ""),
     "IMPORTS_THE_REFERENCE": ("error", "is not for the process that runs a kernel"),
@@ -83,15 +84,15 @@ def _row(attribute: str) -> Row:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
-    """What became of each attack. All share a pool: the workers outlive every one of them."""
+    """The record of each attack. All share one pool: the workers survive every attack."""
     folder = tmp_path_factory.mktemp("attacks")
     with pytest.MonkeyPatch.context() as patch:
-        # One pool for all: the pools of other backends need not be started again.
+        # One pool for all, because starting a pool per backend takes time.
         patch.setattr("megamoe.judge.run.backends_apart", lambda rows: [list(rows)])
         rows = [_row(name) for name in ATTACKS if LOCKED or name not in NEEDS_LANDLOCK]
         settings = RunSettings("run-1", jobs=2, timeout_s=30.0, programs=folder)
         found = {record.backend.partition(":")[2]: record for record in judged(rows, settings)}
-    # The keeper ends what is left when its worker has ended, which is after the last record.
+    # The keeper ends leftovers once its worker has ended, after the last record.
     patience = time.monotonic() + 10.0
     while _children() and time.monotonic() < patience:
         time.sleep(0.02)
@@ -100,7 +101,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
 
 
 def _children() -> int:
-    """How many of the children that LEAVES_A_CHILD starts are alive."""
+    """Number of live children of those that LEAVES_A_CHILD starts."""
     found = 0
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -187,7 +188,7 @@ def test_memory_cannot_be_taken_from_the_judge() -> None:
 
 @dataclass
 class Dying:
-    """A runner that fails at what it is asked."""
+    """A runner that fails on every request."""
 
     error: Exception
     ended: bool = False
@@ -203,7 +204,7 @@ class Dying:
     "error", [RunnerDiedError("died"), RunnerDiedError("was late", late=True), RunnerFaultError("failed", ""), LOST]
 )
 def test_a_runner_that_dies_keeps_no_memory_of_a_device(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch counts who maps a block, and a process that dies does not count itself out."""
+    """torch counts the processes that map a block, and one that dies is never subtracted."""
     spec = load_specs()["fmha"]
     case, row = spec.parse_case(CASE), Row(CASE, "ptx", "sm_90a", "gpu", "eager")
     done, runner = list[tuple[object, ...]](), Dying(error)
@@ -226,7 +227,7 @@ def test_a_runner_that_dies_keeps_no_memory_of_a_device(error: Exception, monkey
 
 
 def test_a_runner_lets_go_of_memory_on_a_device_once_its_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it still had mapped would be there for a late write, and missing for the next row."""
+    """Memory that stayed mapped would be exposed to a late write, and missing for the next row."""
     layouts = {"x": Layout((4,), torch.float32, "input"), "y": Layout((4,), torch.float32, "output")}
     arena, done = Arena.of_layouts(layouts, {"x": torch.ones(4)}), list[str]()
     monkeypatch.setattr(requests, "block_on_device", lambda handle: arena._block)  # pyright: ignore

@@ -1,6 +1,6 @@
 """Rows on a Ray cluster of several nodes of this host: one file of records, and a node that dies costs no row.
 
-`nox -s ray` installs Ray and runs this. Without Ray one test remains: that the command says so.
+`nox -s ray` installs Ray and runs this. Without Ray one test remains: the command reports that Ray is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megamoe.spec.selection import Selection
 FAKE = fake_backends.__name__
 CASES = [f"fmha:hd=64,t={t},s_k=3" for t in range(1, 7)]
 pytestmark = [
-    # What Ray itself leaves open, and says about its own future.
+    # Resources that Ray itself leaves open, and its warnings about future versions.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -46,7 +46,7 @@ def _row(case: str, name: str = "WORKS") -> Row:
 
 @dataclass
 class Hosts:
-    """A cluster, and those of its nodes that offer a `vm`; the head offers none."""
+    """A cluster, and its nodes that offer a `vm`. The head offers none."""
 
     cluster: Any
     nodes: list[Any]
@@ -77,7 +77,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
 
 
 def _records_and_a_lost_node(hosts: Hosts, rows: list[Row]) -> list[Record]:
-    """Judges `rows`, each of which takes its time, and kills a node after the second record, in the middle of a row."""
+    """Judges slow `rows`, and kills a node that is in the middle of a row, after the second record."""
     records: list[Record] = []
     with joined(hosts.cluster.address, 1), closing(judged_on_cluster(rows, RunSettings("run-1"))) as judged:
         for record in judged:

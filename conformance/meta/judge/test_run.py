@@ -1,4 +1,4 @@
-"""A kernel that crashes, hangs or lies costs its own row the status; backends side by side; samples of large cases."""
+"""A kernel that crashes, hangs or lies fails only its own row; comparison of backends; samples of large cases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 
 CASE = "fmha:hd=64,t=2,s_k=3"
-# Rows need half a second; a machine with ten times as much work as cores must not time them out.
+# Rows take half a second. They must not time out on a machine with ten times as much work as cores.
 TIMEOUT_S = 5.0
 
 
@@ -83,7 +83,7 @@ def test_a_row_that_dies_has_its_status_and_sentence(records: dict[Row, Record],
 
 
 def test_each_real_layer_has_an_audited_row() -> None:
-    """Rows of a layer share its weights: only on those of another seed does it show that a backend keeps any."""
+    """Rows of a layer share its weights, so only weights of another seed reveal that a backend caches any."""
     spec = load_specs()["nvfp4_moe"]
     chosen = Selection(profile="gpu", ops=("nvfp4_moe",), backends=("ptx", "cutedsl"), executors=("gpu",))
     rows = owed_rows({spec.op: spec}, chosen)
@@ -99,7 +99,7 @@ def test_each_real_layer_has_an_audited_row() -> None:
 
 
 def test_weights_of_a_real_layer_are_let_go_of_when_another_op_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gigabytes of a device, which the judge has in common with every runner."""
+    """They take gigabytes of a device that the judge shares with every runner."""
     monkeypatch.setattr("megamoe.ops.nvfp4_moe.inputs.COUNTED", 128 * 128)
     spec, fmha = (load_specs()[op] for op in ("nvfp4_moe", "fmha"))
     one = spec.case(hidden=128, intermediate=128, num_experts=4, tokens=5)
@@ -118,7 +118,7 @@ def test_weights_of_a_real_layer_are_let_go_of_when_another_op_follows(monkeypat
 
 
 def _noted(seen: list[bool], weights: Callable[[], torch.Tensor | None], case: Case) -> torch.Tensor:
-    """The choices of a case, and whether `weights` are gone by then."""
+    """Draws a case's choices, and notes whether `weights` have been freed by then."""
     seen.append(weights() is None)
     return draw_topk_ids(case)
 
@@ -137,7 +137,7 @@ def test_what_an_audit_took_is_told_apart(records: dict[Row, Record]) -> None:
 
 
 def test_a_row_that_hangs_says_where() -> None:
-    """A kernel that counts while it polls: nothing but the clock on the wall can tell that it will not end."""
+    """The kernel counts while it polls, so only the wall clock can tell that it will not end."""
     room = broken_kernels.__name__
     row = Row("fmha:hd=64,t=1,s_k=128,seed=11", f"{room}:FAULTY", "sm_90a", "vm", "eager")
     (record,) = judged([row], RunSettings("run-1", timeout_s=TIMEOUT_S / 2))
@@ -161,7 +161,7 @@ def test_workers_that_cannot_start_are_not_started_for_ever(monkeypatch: pytest.
 
 
 class _EndedPool(ThreadPool):
-    """A pool that ends and says nothing of its rows, as one did whose workers died while they started."""
+    """A pool that ends without reporting its rows, like one whose workers died while they started."""
 
     def schedule(self, *_: object, **__: object) -> Future[Record]:
         self.stop()
@@ -303,7 +303,7 @@ def test_the_script_of_a_bundle_runs_from_anywhere(tmp_path: Path, monkeypatch: 
     record = _judge(_row("SCALES")._replace(backend="unregistered:SCALES"), tmp_path)
     script = Path(record.bundle or "") / "rerun.sh"
     ended = subprocess.run([script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    # No search path of a user has the backend of this test.
+    # This test's backend is on no user's search path.
     assert ended.returncode == 2, f"megamoe itself must answer: {ended.stderr}"
     assert "the backend 'unregistered:SCALES' cannot be loaded" in ended.stderr
 

@@ -1,4 +1,4 @@
-"""What `compare` fails, says and names on tensors of no particular op; and which planted faults it must catch."""
+"""What `compare` fails, says and names for tensors of no particular op, and which planted faults it must catch."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_a_scalar_output_can_be_compared() -> None:
 
 
 def test_rows_without_an_expectation_do_not_dilute_the_rms() -> None:
-    """40 rows that are 0.6 % too large have one verdict and the same errors, alone and among 472 rows of padding."""
+    """40 rows that are 0.6 % too large get the same verdict and errors alone as among 472 rows of padding."""
     oracle = exact((40, 64))
     padded = torch.cat((oracle, torch.zeros(472, 64, dtype=torch.float64)))
     free = (torch.arange(512) >= 40)[:, None].expand(-1, 64)
@@ -273,7 +273,7 @@ def test_a_fault_among_padding_is_named_by_its_place_in_the_output() -> None:
 
 
 def test_padding_is_in_no_metric() -> None:
-    """Simulated rows of padding hold anything, as the kernel's do: no error, cosine, sentence or place has them."""
+    """Simulated padding rows may hold anything, as the kernel's do: they enter no error, cosine, sentence or place."""
     oracle = exact((4, 128, 64))
     free = (torch.arange(128) >= 3).expand(4, 128)[..., None].expand(-1, -1, 64)
     axes = {"y": ("expert", "rows", "columns")}
@@ -339,7 +339,7 @@ PAGES = "fmha:hd=64,t=8,s_k=200,batch=3,heads=2,causal=true,ragged=true,total_q=
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Each tensor of `by` alone must catch `fault` on `case`."""
+    """Each tensor of `by`, judged alone, must catch `fault` on `case`."""
 
     fault: str
     case: str
@@ -389,7 +389,7 @@ def references(case: Case) -> tuple[Outputs, Outputs, Outputs]:
 
 
 def judged(case: Case, outputs: Outputs, by: str | None = None) -> Judgement:
-    """The verdict on all outputs, or on `by` alone."""
+    """The verdict on all outputs, or on the output `by` alone."""
     _, oracle, simulated = references(case)
     if by is not None:
         outputs, oracle, simulated = ({by: found[by]} for found in (outputs, oracle, simulated))
@@ -440,7 +440,8 @@ def drawn_case(choice: random.Random) -> Case:
 
 @pytest.mark.parametrize("draw", range(8))
 def test_legal_kernels_pass_on_drawn_shapes(draw: int) -> None:
-    """No false alarm: other tile sizes and orders, a stale maximum, exp2 2 ulps off, truncating accumulation."""
+    """No false alarm for other tile sizes and orders, a stale maximum, exp2 off by 2 ulps, or truncating
+    accumulation."""
     choice = random.Random(draw)
     for _ in range(12):
         case = drawn_case(choice)
@@ -469,7 +470,7 @@ def judged_with_latitude(case: Case, outputs: Outputs) -> Judgement:
 
 @pytest.mark.parametrize("case_id", EXACT)
 def test_what_has_one_answer_is_equal_bit_for_bit_in_every_order(case_id: str) -> None:
-    """Legal kernels in any order agree; an output that is one ulp off in one element does not."""
+    """Legal kernels in any order agree. An output with one element off by one ulp does not."""
     case = SPEC.parse_case(case_id)
     for style in (Style(tile=64), *styles(seed=3)):
         outputs = emulate(case, references(case)[0], style)
@@ -487,7 +488,7 @@ def test_exact_sums_show_what_is_wrong(fault: str) -> None:
 
 
 def test_lone_keys_show_one_truncated_column() -> None:
-    """Which is one error among many where sums are of many terms. A reciprocal is an ulp of fp32 off."""
+    """Where sums have many terms, this is one error among many. A reciprocal is off by one fp32 ulp."""
     for inputs, shown in (("normal", False), ("lone_keys", True)):
         case = SPEC.parse_case(f"{RAGGED},inputs={inputs}")
         outputs = emulate(case, references(case)[0], Style(tile=64))
@@ -511,7 +512,7 @@ def test_the_cosine_bar_can_be_met_on_published_cells(hd: int) -> None:
 
 
 def test_no_seed_fails_the_simulated_reference() -> None:
-    """An audit draws a seed: the cosine of 64 elements, 0.999995983 with this one, is no reason to fail a kernel."""
+    """An audit draws any seed: the cosine of 64 elements, 0.999995983 with this one, must not fail a kernel."""
     case = SPEC.case(hd=64, t=1, s_k=128, seed=1664296576)
     verdict = judged_with_latitude(case, references(case)[2])
     assert verdict.metrics["o.cosine"] < SPEC.tolerance.cosine, "this seed must be one that the bar would have failed"

@@ -1,4 +1,4 @@
-"""Workers are forks of a server that holds torch and readers of data, and give the memory of a row back."""
+"""Workers are forks of a server with torch and the record readers loaded, and return a row's memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ IN_THE_SERVER = ("contract", "runner", "records", "spec", "judge.worker")
 
 
 def unclean(modules: list[str]) -> list[str]:
-    """Those of ours that run a kernel or know an output."""
+    """The modules of ours that run a kernel or know an output."""
     ours = [name for name in modules if name.split(".")[0] in ("megamoe", "backends", "conformance")]
     clean = tuple(f"megamoe.{room}." for room in IN_THE_SERVER)
     return [name for name in ours if name not in ("megamoe", "megamoe.judge") and not f"{name}.".startswith(clean)]
@@ -58,7 +58,7 @@ def unclean(modules: list[str]) -> list[str]:
 
 def test_the_server_holds_nothing_that_runs_a_kernel_or_knows_an_output(pool: ProcessPool, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    # A function of ours would import what must not be there.
+    # A function of ours would import modules that must not be loaded.
     fork = multiprocessing.get_context("forkserver").Process(target=exec, args=(LOOK, {"path": str(path)}))
     fork.start()
     fork.join()
@@ -122,17 +122,17 @@ def test_a_worker_that_starts_after_its_pool_has_ended_says_nothing() -> None:
     command = [sys.executable, "-c", START_LATE]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.stdout.split() == ["1", "1"], f"the process fails in either way: {ended.stdout}"
-    # The parent has its own to say of the semaphore.
+    # The parent prints its own message about the semaphore.
     senseless, gone = ended.stderr.removeprefix("sense\n").split("pool\n", 1)
     assert "in _serve_one" in senseless, f"other errors of a worker are seen: {senseless[-600:]}"
     assert "in _serve_one" not in gone, f"only other errors of a worker are seen: {gone[-600:]}"
 
 
 def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tests before this one may have left the mark above what the process holds now.
+    # Earlier tests may have left the mark above what the process holds now.
     monkeypatch.setattr("megamoe.runner.child._resident_mib", 0.0)
     give_memory_back()
-    # The last array, on top of the heap, keeps the allocator from shrinking it by itself.
+    # The last array is on top of the heap, so the allocator cannot shrink the heap by itself.
     arrays = [np.ones(12_000) for _ in range(2_000)]
     full = resident_mib()
     del arrays[:-1]
@@ -141,7 +141,8 @@ def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_in_the_current_folder_shadow_nothing_in_a_worker(tmp_path: Path) -> None:
-    """The server preloads torch before it takes over our search path; a queue.py beside the user must not be in it."""
+    """The server preloads torch before it takes over our search path. It must not import a queue.py from the user's
+    folder."""
     (tmp_path / "queue.py").write_text("x = 1")
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("")
@@ -172,7 +173,8 @@ def seen(request):
 
 @pytest.mark.parametrize("command", [True, False], ids=["of a command", "of a user's process"])
 def test_a_keeper_that_holds_torch_has_never_run_the_main_file(tmp_path: Path, command: bool) -> None:
-    """multiprocessing would run it again in what it forks, and a runner would start with whatever it has imported."""
+    """multiprocessing would run the main file again in its forks, and a runner would start with everything that it
+    imports."""
     (tmp_path / "asks.py").write_text(ASKS.format(first="fork_keepers_from_the_server()" if command else ""))
     (tmp_path / "look.py").write_text(LOOKS)
     asked = [sys.executable, "asks.py"]
@@ -185,10 +187,10 @@ def test_a_keeper_that_holds_torch_has_never_run_the_main_file(tmp_path: Path, c
 
 
 def test_a_worker_of_somebody_s_pool_has_a_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """multiprocessing lets a daemon have no children of its own."""
+    """multiprocessing lets a daemon have no children."""
     monkeypatch.setattr(process, "_OWN", {})
     monkeypatch.setattr(process, "_COMMANDS", set[int]())
-    # torch itself would be no news.
+    # torch is already loaded, so it would show nothing.
     monkeypatch.setattr(process, "PRELOADED", ("json",))
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # pyright: ignore
     process.fork_keepers_from_the_server()
@@ -199,7 +201,7 @@ def test_a_worker_of_somebody_s_pool_has_a_keeper(monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_that_is_held_is_limited_where_addresses_cannot_be() -> None:
-    """On a device: CUDA reserves terabytes of addresses. The keeper looks at what a runner holds."""
+    """Needed on a device, because CUDA reserves terabytes of address space. The keeper checks what a runner holds."""
     call = f"{fake_backends.__name__}:hold_memory"
     with nursery().runner("the greedy", Confinement(references=True, resident=600 << 20)) as runner:
         assert runner.ask(call, {"bytes": 64 << 20, "seconds": 0.3}, 60.0).told["held"] == 64 << 20
@@ -210,7 +212,7 @@ def test_memory_that_is_held_is_limited_where_addresses_cannot_be() -> None:
 
 @pytest.mark.parametrize("forks", [False, True], ids=["itself", "a child"])
 def test_what_is_written_is_limited(forks: bool) -> None:
-    """No limit of one file stops many, or one that is written again and again: the disk of all others fills up."""
+    """A limit per file does not stop many files, or one that is rewritten again and again, from filling the disk."""
     call = f"{fake_backends.__name__}:write_files"
     with nursery().runner("the writer", Confinement(references=True, written=64 << 20)) as runner:
         runner.ask(call, {"bytes": 32 << 20, "seconds": 0.2, "forks": forks}, 60.0)
@@ -220,7 +222,7 @@ def test_what_is_written_is_limited(forks: bool) -> None:
 
 
 def test_the_children_of_a_runner_are_not_held_against_another() -> None:
-    """The keeper adopts them when it ends their parent, and looks again before the last of them has ended."""
+    """The keeper adopts them when it ends their parent, and checks again before the last of them has ended."""
     call, few = f"{fake_backends.__name__}:have_children", Confinement(references=True, processes=20)
     with (
         nursery().runner("a neighbour", few) as before,

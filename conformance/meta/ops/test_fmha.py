@@ -1,4 +1,4 @@
-"""Laws of the FMHA references: written out by loops here, in another way than they compute it."""
+"""Laws of the FMHA references, written out here as loops, unlike the references' own computation."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_row_without_visible_keys_is_zero_and_minus_infinity() -> None:
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize("inputs", DISTRIBUTIONS)
 def test_ragged_inputs_are_sequences_and_nan_elsewhere(inputs: str, page: int) -> None:
-    """Lengths add up; every key has a row of its own; what no sequence has is NaN, and no table entry names it."""
+    """Lengths add up and every key has its own row. What belongs to no sequence is NaN, and no table entry names it."""
     case = SPEC.case(
         hd=64, t=4, s_k=40, batch=4, heads=4, kv_heads=2, ragged=True, inputs=inputs,
         total_q=9, total_k=160 if page else 61, page_size=page,
@@ -154,7 +154,7 @@ def test_a_sequence_without_keys_is_zero_and_its_sink() -> None:
 
 
 def test_a_sink_takes_its_share_of_every_row() -> None:
-    """o without a sink times the share of the keys; a row that sees no key has the sink for its lse."""
+    """o without a sink, times the keys' share. A row that sees no key has the sink as its lse."""
     case = SPEC.case(hd=64, t=6, s_k=4, heads=2, causal=True, sinks=True)
     inputs = FMHA.make_inputs(case)
     plain = FMHA.oracle(SPEC.vary(case, sinks=False), inputs)
@@ -190,13 +190,13 @@ def test_simulated_is_as_near_as_bf16_allows(inputs: str) -> None:
     tensors = FMHA.make_inputs(case)
     oracle, simulated = FMHA.oracle(case, tensors), FMHA.simulated(case, tensors)
     error = (simulated["o"].double() - oracle["o"]).norm() / oracle["o"].norm()
-    # Subnormal bf16 has fewer significant bits; elsewhere both roundings together stay below one ulp.
+    # Subnormal bf16 has fewer significant bits. Elsewhere both roundings together stay below one ulp.
     assert error < (2.0**-5 if inputs == "denormal_scale" else 2.0**-7), f"{inputs}: o is off by {error:.3g}"
     assert (simulated["lse"] - oracle["lse"]).abs().max() < 2e-4, f"{inputs}: lse is off"
 
 
 def test_simulated_rounds_p_and_keeps_the_sum() -> None:
-    """Two keys of logits 0 and -d: o of v = (0, 1) is bf16(p) / (1 + p), and lse carries no bf16 error."""
+    """Two keys with logits 0 and -d: for v = (0, 1), o is bf16(p) / (1 + p), and lse carries no bf16 error."""
     case = SPEC.case(hd=64, t=1, s_k=2, scale=1.0)
     q, k, v = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 2, 64), torch.zeros(1, 1, 2, 64)
     q[..., 0], k[0, 0, 1, 0], v[0, 0, 1, 0] = 1.0, -0.33, 1.0
@@ -220,7 +220,7 @@ def test_inputs_depend_on_the_case_alone(inputs: str) -> None:
 
 
 def test_inputs_are_pinned() -> None:
-    """Records of different machines and torch versions are about the same numbers."""
+    """Records from different machines and torch versions refer to the same numbers."""
     tensors = FMHA.make_inputs(SPEC.case(hd=64, t=1, s_k=3))
     bits = {name: tensor.view(torch.int16).flatten()[:4].tolist() for name, tensor in tensors.items()}
     assert bits == PINNED, "the bits of the inputs have changed: all earlier records speak of other numbers"

@@ -1,4 +1,4 @@
-"""References of NVFP4 MoE: shapes, routing, loads, and the oracle against sums written out one element at a time."""
+"""References of NVFP4 MoE: shapes, routing, loads, and the oracle compared with sums written out element by element."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_every_token_visits_the_shared_experts(load: str) -> None:
 
 @pytest.mark.parametrize("stage", ["layer", "l1"])
 def test_plain_activations_agree_with_quantised_ones_of_the_same_numbers(stage: str) -> None:
-    """An NVFP4 number under a global scale of a power of two is a bf16 number: l1 is the same, and y but for a2."""
+    """NVFP4 numbers under a power-of-two global scale are bf16 numbers: l1 is the same, and y differs only by a2."""
     quantised = SPEC.case(hidden=128, intermediate=128, num_experts=3, tokens=5, topk=2, stage=stage)
     plain = SPEC.vary(quantised, activations="bf16")
     inputs = MOE.make_inputs(quantised)
@@ -150,7 +150,7 @@ def number(codes: torch.Tensor, sf: torch.Tensor, row: int, k: int) -> float:
 @pytest.mark.parametrize("weight", ["before", "after"])
 @pytest.mark.parametrize("clamp", [None, 0.3])
 def test_the_oracle_is_the_sum_written_out(weight: str, clamp: float | None) -> None:
-    """One block of activations of one route, from the bytes."""
+    """Computes one block of one route's activations from the bytes."""
     shape = SPEC.case(hidden=128, intermediate=128, num_experts=2, tokens=3, topk=2, interleave=16)
     case = SPEC.vary(shape, weight=weight, clamp=clamp, stage="l1")
     inputs, token, choice, first = MOE.make_inputs(case), 1, 1, 32
@@ -181,7 +181,7 @@ COUNTED = "megamoe.ops.nvfp4_moe.inputs.COUNTED"
 
 
 def test_weights_drawn_by_counting_are_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real layer's are. No expert is another's, and their numbers are those of a normal distribution."""
+    """Real layers use such weights. All experts differ, and their numbers have a normal distribution."""
     monkeypatch.setattr(COUNTED, 2 * 256 * 128)
     case = SPEC.case(hidden=128, intermediate=128, num_experts=7, tokens=1)
     inputs = MOE.make_inputs(case)
@@ -199,7 +199,7 @@ def test_weights_drawn_by_counting_are_weights(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_drawn_by_counting_does_not_depend_on_where_or_in_what_portions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An H200 and this CPU draw the same bits: the device's digests are a record."""
+    """An H200 and this CPU draw the same bits; the device's digests come from a record."""
     held = json.loads((ROOT / "results" / "records" / "h200-moe-draws.json").read_text())
     for drawn in held["drawn"]:
         monkeypatch.setattr(COUNTED, drawn["counted_from"])
@@ -242,7 +242,7 @@ def test_rows_of_one_real_layer_share_its_weights_and_nothing_else(monkeypatch: 
 
 @pytest.mark.parametrize("stage", ["layer", "l1"])
 def test_references_of_one_case_share_its_activations(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of no other: neither of other inputs nor of the same tensors with other numbers."""
+    """They share it with no other case: neither for other inputs, nor for the same tensors with other numbers."""
     asked: list[str] = []
 
     def noted(case: Case, inputs: Mapping[str, torch.Tensor], routes: Routing) -> Activation:

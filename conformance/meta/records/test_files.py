@@ -1,4 +1,4 @@
-"""Record files survive a round trip and a kill; a bad line is named, a torn one ignored; a write is all or nothing."""
+"""Record files survive a round trip and a kill; a bad line is named, a torn one ignored; writes are atomic."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_garbage_is_refused_in_a_sentence(tmp_path: Path, text: bytes, complaint
 @pytest.mark.parametrize("key", ["sentence", "case", "op", "kind", "schema_version", "LONG"])
 @pytest.mark.parametrize("filler", ["x", "\\n", "\\u001b"], ids=repr)
 def test_a_complaint_repeats_no_more_than_the_beginning_of_a_value(tmp_path: Path, key: str, filler: str) -> None:
-    """A line may hold megabytes, and what a terminal takes for a command."""
+    """A line may hold megabytes, and control sequences for a terminal."""
     path = tmp_path / "r.jsonl"
     line = json.loads(record_of("a", ROW, "passed", "").model_dump_json())
     text = json.dumps({**line, key: "LONG"}).replace("LONG", filler * 100_000)
@@ -202,7 +202,7 @@ def test_a_kill_at_any_instant_leaves_whole_lines_and_at_most_a_torn_last_one(tm
 
 
 def test_a_file_of_the_first_version_is_still_read() -> None:
-    """Committed before the second version existed."""
+    """The file was committed before the second version existed."""
     file = read_records(RECORDS / "fmha-cells-both.jsonl")
     assert len(file.records) == 144, "every verdict of the first version must be read"
     assert {line.schema_version for line in file.lines} == {2}, "an old line is handed on in the form of this version"

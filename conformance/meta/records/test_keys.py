@@ -1,4 +1,4 @@
-"""The key of a line: what it is about; and the one order of severity, in which no status hides a worse one."""
+"""The key of a line, and the one order of severity, in which no status hides a worse one."""
 
 from __future__ import annotations
 

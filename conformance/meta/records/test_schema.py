@@ -65,7 +65,7 @@ def test_there_is_no_schema_of_another_version(capsys: pytest.CaptureFixture[str
 
 
 def committed() -> Iterator[tuple[str, bytes]]:
-    """Every line of every record file in results/ that git may track; witness.jsonl is another format."""
+    """Every line of every record file in results/ that git may track. witness.jsonl has another format."""
     for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir() and path.name not in ("runs", "failures")):
         for file in sorted(folder.rglob("*.jsonl")):
             for number, text in enumerate(file.read_bytes().splitlines(), 1):
@@ -74,7 +74,7 @@ def committed() -> Iterator[tuple[str, bytes]]:
 
 @cache
 def of_kind(version: int, kind: str) -> Draft202012Validator:
-    """The validator of one kind of lines: as strict as the whole one and much faster on long lines."""
+    """A validator for one kind of line: as strict as the whole schema, and much faster on long lines."""
     schema = SCHEMAS[version]
     return Draft202012Validator({**schema, "oneOf": [{"$ref": schema["discriminator"]["mapping"][kind]}]})
 

@@ -1,4 +1,4 @@
-"""A run cut into shards: nothing is lost or twice, costs are even, a new row moves few, jobs need not talk."""
+"""A run cut into shards: no row is lost or doubled, costs are even, a new row moves few, jobs need not communicate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = [f"fmha:hd=64,t={t},s_k={s_k}" for t in range(1, 21) for s_k in (128, 25
 ROWS = [
     Row(case, backend, "sm_90a", "vm", name) for case in CASES for backend in ("a", "b") for name in ("eager", "lazy")
 ]
-# From 0.05 to 8 s, as those of the smoke profile are.
+# From 0.05 to 8 s, as in the smoke profile.
 COSTS: Mapping[Row, float] = {row: 0.05 * 160 ** random.Random(str(row)).random() for row in ROWS}
 
 
@@ -102,7 +102,7 @@ def test_the_newest_record_says_what_a_row_costs(tmp_path: Path) -> None:
     def took(run: str, case: str, seconds: float | None) -> object:
         return record(case=case, run=run).model_copy(update={"judge_host_seconds": seconds})
 
-    # The newer run lies in the file that is read first.
+    # The newer run is in the file that is read first.
     write(tmp_path / "a.jsonl", run("new", 2), took("new", CASES[0], 4.0), took("new", CASES[1], None))  # pyright: ignore[reportArgumentType]
     write(tmp_path / "b.jsonl", run("old", 1), took("old", CASES[0], 9.0), took("old", CASES[2], 2.0))  # pyright: ignore[reportArgumentType]
     known = record(case=CASES[0]).row

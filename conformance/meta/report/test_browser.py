@@ -1,6 +1,6 @@
 """The report in a real browser: it loads nothing else, obeys keys, shows failures, and has a dark and a light theme.
 
-A headless Chromium, driven by selenium, with every service that reaches a network switched off.
+Uses a headless Chromium, driven by selenium, with every service that reaches a network switched off.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def chromium_paths() -> tuple[str, str]:
-    """Paths of the browser and its driver. If one is missing the test is skipped, in CI it fails."""
+    """Paths of the browser and its driver. If one is missing, skips the test; in CI the test fails."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     driver = shutil.which("chromedriver")
     if browser and driver:
@@ -70,22 +70,22 @@ def chromium() -> Iterator[Chrome]:
 
 
 def open_page(browser: Chrome, path: Path, address: str = "") -> None:
-    """Loads the file anew, even if it is open at another address, and clears the logs."""
+    """Reloads the file, even if it is open at another address, and clears the logs."""
     browser.get("about:blank")
     complaints(browser)
     requests(browser)
     browser.get(f"{path.as_uri()}{address}")
-    # The page draws again a frame or two after it has loaded, once it knows its size.
+    # The page redraws a frame or two after loading, once it knows its size.
     browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0])))")
 
 
 def complaints(browser: Chrome) -> list[str]:
-    """The messages of the console since the last call."""
+    """Console messages since the last call."""
     return [entry["message"] for entry in cast("list[dict[str, Any]]", browser.get_log("browser"))]
 
 
 def requests(browser: Chrome) -> list[str]:
-    """The addresses requested since the last call, without the page itself and data: URLs."""
+    """Addresses requested since the last call, except the page itself and data: URLs."""
     found: list[str] = []
     for entry in cast("list[dict[str, Any]]", browser.get_log("performance")):
         event = json.loads(entry["message"])["message"]
@@ -95,7 +95,7 @@ def requests(browser: Chrome) -> list[str]:
 
 
 def nameless(browser: Chrome) -> list[str]:
-    """Controls and regions without a name for a screen reader, from the accessibility tree of the browser."""
+    """Controls and regions without an accessible name, from the browser's accessibility tree."""
     tree = cast("dict[str, Any]", browser.execute_cdp_cmd("Accessibility.getFullAXTree", {}))
     acting = {"button", "link", "tab", "searchbox", "textbox", "gridcell", "dialog", "complementary", "grid", "img"}
     found: list[str] = []
@@ -140,7 +140,7 @@ def full(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of records that look like markup, numbers and nothing, which is loaded at once."""
+    """A loaded page of records that look like markup, numbers and nothing."""
     return _page(tmp_path_factory.mktemp("hostile"), header(), *hostile_records())
 
 
@@ -156,18 +156,18 @@ def one(browser: Chrome, selector: str) -> WebElement:
 
 
 def cell_of(browser: Chrome, label: str) -> WebElement:
-    """The cell whose spoken name begins with `label`."""
+    """The cell whose accessible name begins with `label`."""
     return one(browser, f'#main td[aria-label^="{label}"]')
 
 
 def labels(browser: Chrome, selector: str) -> list[str]:
-    """The spoken names of the elements."""
+    """Accessible names of the elements."""
     script = "return [...document.querySelectorAll(arguments[0])].map((node) => node.getAttribute('aria-label'))"
     return cast("list[str]", browser.execute_script(script, selector))
 
 
 def click(browser: Chrome, label: str) -> None:
-    """Clicks the first cell whose spoken name begins with `label`."""
+    """Clicks the first cell whose accessible name begins with `label`."""
     script = "for (const node of document.querySelectorAll('#main td[data-cell]'))"
     script += "if (node.getAttribute('aria-label').startsWith(arguments[0])) return node.click()"
     browser.execute_script(script, label)
@@ -177,7 +177,7 @@ def click(browser: Chrome, label: str) -> None:
 def test_every_view_opens_alone_and_without_a_complaint(browser: Chrome, full: Path, view: str) -> None:
     open_page(browser, full, f"#view={view}{'&filter=hd=64' if view == 'times' else ''}")
     assert one(browser, '[role="tab"][aria-selected="true"]').get_attribute("data-view") == view
-    # The driver's own way to the text of an element takes a second where that is a whole table.
+    # The driver's own way to read an element's text takes a second for a whole table.
     shown = browser.execute_script("return document.querySelector('#main').innerText")
     assert len(shown) > 100, f"the view {view} is empty"
     assert not complaints(browser)
@@ -452,7 +452,7 @@ return [looks, keys, DATA_SUBJECTS];
 
 
 def test_a_series_has_one_colour_in_legend_plot_and_bars(browser: Chrome, tmp_path: Path) -> None:
-    """There are eight colours and eight markers; this has twelve series."""
+    """There are eight colours and eight markers; this page has twelve series."""
     backends = [f"backend{number}" for number in range(12)]
     work = record(counters={"useful_flops": 1 << 20, "minimum_bytes": 1 << 10})
     lines = [timing([4.0 + at] * 10, backend=backend) for at, backend in enumerate(backends)]
@@ -507,7 +507,7 @@ def _texts(browser: Chrome, selector: str) -> list[str]:
 
 
 def test_a_marker_stays_with_its_backend_and_differs_from_all_others(browser: Chrome, tmp_path: Path) -> None:
-    """Sixteen backends: with eight markers, torch-sdpa-flash would be drawn as fa3."""
+    """Sixteen backends: with eight markers, torch-sdpa-flash would get fa3's."""
     names = [f"peer{number}" for number in range(1, 17)]
     times = [timing([4.0 + at] * 10, backend=name) for at, name in enumerate(names)]
     path = _page(tmp_path, header(), record(counters={"useful_flops": 1 << 20, "minimum_bytes": 1 << 10}), *times)

@@ -186,12 +186,12 @@ TEXT, GRAPHIC = 4.5, 3.0  # WCAG 2.2, success criteria 1.4.3 and 1.4.11
 
 
 def colours(style: str) -> list[dict[str, str]]:
-    """Name -> colour, of the light theme and of the dark one."""
+    """Name -> colour, for the light theme and for the dark one."""
     return [{name: pair[at] for name, *pair in PAIR.findall(style)} for at in (0, 1)]
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance, WCAG 2.2."""
+    """Relative luminance as in WCAG 2.2."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (0, 2, 4)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -41,13 +41,13 @@ from megamoe.report.measures import SIGNS
 from megamoe.report.page import SCRIPTS, Extras, asset, page
 
 MAX_LINE_BYTES = 228
-"""Of the page for each record and timing."""
+"""Bytes of the page per record and timing."""
 MAX_EMPTY_BYTES = 270_000
-"""Of the page besides: three runs of the full matrix, 19,566 lines, are 4.7 MB."""
+"""Bytes of the rest of the page. Three runs of the full matrix, 19,566 lines, make 4.7 MB."""
 
 
 def unfound(records: Iterable[Record], data: Mapping[str, object]) -> list[str]:
-    """A sentence for each record that the data lacks or has changed."""
+    """A sentence for each record that the data lacks or changes."""
     decoded = Counter(_essence(one) for one in decode_records(data))  # type: ignore[arg-type]
     wanted = Counter(_essence(one.model_dump() | {"executor": one.executor}) for one in records)
     return [f"{count} of {key[:7]}" for key, count in (wanted - decoded).items()]
@@ -122,7 +122,7 @@ def test_style_and_script_are_admitted_by_their_digests(matrix: Material) -> Non
 
 
 def _lines_and_bytes(folder: Path, one_in: int) -> tuple[int, int]:
-    """Of a page of three runs of every `one_in`-th case, compared."""
+    """Lines and bytes of a page of three runs of every `one_in`-th case, with a comparison."""
     folder.mkdir()
     paths = write_runs(folder, list(full_matrix(runs=3, samples=120, one_in=one_in)))
     material = gather(paths)
@@ -132,7 +132,7 @@ def _lines_and_bytes(folder: Path, one_in: int) -> tuple[int, int]:
 
 
 def test_the_full_matrix_with_its_history_is_small(tmp_path: Path) -> None:
-    """Its page is as two parts of it say: bytes grow with the lines, by as much for each."""
+    """Extrapolates from two partial pages: bytes grow linearly with the lines."""
     few, of_few = _lines_and_bytes(tmp_path / "few", 16)
     more, of_more = _lines_and_bytes(tmp_path / "more", 8)
     of_each = (of_more - of_few) / (more - few)

@@ -1,4 +1,4 @@
-"""Laws of specs and case ids, held for the specs that are here; the published matrix is what it is said to be."""
+"""Laws of specs and case ids, checked on our specs; the published matrix has the published contents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def values(axis: Axis) -> st.SearchStrategy[AxisValue]:
 
 
 def _totals(axes: dict[str, AxisValue]) -> dict[str, AxisValue]:
-    """The totals of a ragged case brought into what its other axes allow."""
+    """Adjusts a ragged case's totals to what its other axes allow."""
     batch, t, s_k, page, total_q, total_k = (
         int(axes[name] or 0) for name in ("batch", "t", "s_k", "page_size", "total_q", "total_k")
     )
@@ -153,12 +153,12 @@ def test_published_matrix_has_72_cells() -> None:
     assert schedules.schedules == ("eager", "lazy", *late, *(f"random:{seed}" for seed in range(8)))
 
 
-# What is published with a matrix, and what was chosen since, is changed here and in the spec, or not at all.
+# Published numbers, and those chosen since, must be changed here and in the spec together.
 TOLERANCES = {"fmha": (0.999996, 2.0), "nvfp4_moe": (0.9999, 2.0)}
 
 
 def _bars(text: str) -> tuple[object, object]:
-    """The numbers as the file has them, read by nothing of ours."""
+    """The file's numbers, read without our own code."""
     tolerance = yaml.safe_load(text)["tolerance"]
     return tolerance["cosine"]["value"], tolerance["noise_ratio"]["value"]
 
@@ -205,7 +205,7 @@ def test_smoke_touches_every_feature() -> None:
 
 
 def test_smoke_stays_small() -> None:
-    """Units of 0.1 ms of the VM, by the model that the laws spend their budget by: at most 10 s a backend."""
+    """Units of 0.1 ms of the VM, by the model that the laws use for their budget: at most 10 s per backend."""
     smoke = FMHA.profile("smoke").cases
     assert sum(drawing_of("fmha").work(dict(case.axes)) for case in smoke) < 100_000
 

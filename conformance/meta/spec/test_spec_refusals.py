@@ -1,7 +1,7 @@
 """Every way to spoil a spec is refused in a sentence with file, line, key and what would be right.
 
-The op here is none of ours: packed fp4 tensors, a text axis and a float axis, which need no change in megamoe.spec.
-Whatever else is in a spec file or a case id, the answer is a value or a SpecError: no traceback of another kind.
+The op here is not one of ours: packed fp4 tensors, a text axis and a float axis need no change in megamoe.spec. Any
+other content of a spec file or a case id gives a value or a SpecError, never another exception.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ EDGE, TWIN = "{hidden: 32, tokens: 3, topk: 8}", "{tokens: 0, hidden: 16, topk: 
 
 @dataclass(frozen=True)
 class Plant:
-    """`old` becomes `new`; the refusal must be at the line that contains `at`, at `key`, and say all of `says`."""
+    """Replaces `old` by `new`. The refusal must be at the line that contains `at`, at `key`, and say all of `says`."""
 
     old: str
     new: str
@@ -355,7 +355,7 @@ def test_planted_fault_is_refused_where_it_is(planted: Plant, tmp_path: Path) ->
     assert str(refusal).startswith(f"{tmp_path / 'toy_moe.yaml'}:{refusal.line}: ")
 
 
-# More than a loader should swallow: nested aliases, and a matrix of too many cells.
+# More than a loader should accept: nested aliases, and a matrix of too many cells.
 ALIASES = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 12))
 LONG_AXES = "".join(f"    {name}: {list(range(1, 40))}\n" for name in ("hidden", "tokens", "topk", "clamp"))
 
@@ -410,7 +410,7 @@ SHARDS = [*"{}[]:'x1\t\n", ": ", "- ", "&a ", "*a", "!!int ", "null", "-1", "1.5
 unhurried = settings(deadline=None, derandomize=True, database=None)
 
 
-# Words of YAML, put together at random: the nearest thing to what people mistype.
+# Random combinations of YAML words, the nearest thing to typing errors.
 YAML_WORDS = [
     *"abc?\n\t{}[],'\"# |>%@1\\:",
     "b: ",
@@ -429,7 +429,7 @@ YAML_WORDS += ["\x00", "\x85", "\u2028", "\ufeff", "é", "<<: "]
 
 
 def test_libyaml_and_pyyaml_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of them parses is a matter of speed; a text that libyaml alone would take is none."""
+    """Which one parses only affects speed, so a text that only libyaml accepts is refused."""
     random = np.random.default_rng(1)
     texts = [file.read_text("utf-8") for file in sorted(SPECS.glob("*.yaml"))]
     texts += ["".join(random.choice(YAML_WORDS, random.integers(1, 9))) for _ in range(2000)] + ["{a:}", "a: |#", "? a"]
@@ -449,7 +449,7 @@ def test_libyaml_and_pyyaml_read_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
 @st.composite
 def spoilt_specs(draw: st.DrawFn) -> str:
-    """fmha.yaml with one to three lines dropped, doubled, or with a piece cut out and another put in."""
+    """fmha.yaml with one to three lines dropped or doubled, or with a piece cut out and another inserted."""
     lines = list(LINES)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(lines) - 1))

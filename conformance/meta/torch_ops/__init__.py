@@ -1,1 +1,1 @@
-"""Tests of megamoe.torch_ops: the operators on the machine, and their calls on a device that the machine plays."""
+"""Tests of megamoe.torch_ops: the operators on the machine, and their calls on a device that the machine simulates."""

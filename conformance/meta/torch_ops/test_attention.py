@@ -1,4 +1,4 @@
-"""megamoe.attention on a CPU: right, an operator as torch wants it, and plain about what it does not do."""
+"""megamoe.attention on a CPU: correct, a well-formed torch operator, and explicit about what it does not support."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_tensors_of_any_strides_are_read() -> None:
 
 
 def test_it_is_an_operator_as_torch_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is asked here is asked of the operator; the kernel would run a dozen times.
+    # These tests exercise the operator. The kernel itself would run a dozen times.
     monkeypatch.setattr(module, "_call_of", lambda lse, *given: lambda tensors: _by_torch(*tensors))
     given, options = qkv(3, 20), {"causal": True}
     torch.library.opcheck(torch.ops.megamoe.attention.default, given, options)
@@ -115,7 +115,7 @@ def test_nothing_has_an_empty_output(empty: str) -> None:
 
 
 def of_sequences(page: int, **changed: object) -> tuple[tuple[torch.Tensor, ...], megamoe.SequenceLengths]:
-    """q, k and v of three sequences, one without queries, and their lengths; what is in no sequence is NaN."""
+    """q, k and v of three sequences, one without queries, and their lengths. What is in no sequence is NaN."""
     queries, keys, source = [2, 0, 3], [20, 9, 5], torch.Generator().manual_seed(page)
     q = torch.randn(5, 2, 64, generator=source).bfloat16()
     starts = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
@@ -171,7 +171,7 @@ def test_pages_are_taken_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sequences_on_two_devices_are_refused() -> None:
-    """The operator itself is asked: the dispatcher gives it tensors of a CPU and of a GPU together."""
+    """Checked in the operator itself: the dispatcher passes it CPU and GPU tensors together."""
     (q, k, v), lengths = of_sequences(0)
     tensors = (q, k, v, None, lengths.cu_seqlens_q, lengths.cu_seqlens_k, None, None)
     given = [None if one is None else sequences.Given(one.shape, one.dtype, 0) for one in tensors]

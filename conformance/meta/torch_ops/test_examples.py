@@ -1,4 +1,4 @@
-"""The examples of docs/torch.md run, in this process: a process each would mostly import torch."""
+"""The examples of docs/torch.md run, in this process: separate processes would mostly import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens between ranks: each goes where its experts are, comes back, and none is lost without a word."""
+"""Tokens between ranks: each goes where its experts are, comes back, and none is lost silently."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS, EXPERTS, SIZE, TOKENS = 2, 4, 128, 2
 def scaled(
     x: torch.Tensor, weights: megamoe.MoeWeights, ids: torch.Tensor, w: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """Stands for megamoe.moe, which the example runs: expert e multiplies by its a2_gs."""
+    """Replaces megamoe.moe in the example: expert e multiplies by its a2_gs."""
     factor = torch.where(ids >= 0, weights.a2_gs[ids.clamp(min=0).long()] * w, 0.0).sum(dim=1, keepdim=True)
     return (x.float() * factor).bfloat16()
 

@@ -1,4 +1,4 @@
-"""megamoe.moe on a CPU, its weights from checkpoints, and what a call on a device does once and again."""
+"""megamoe.moe on a CPU, its weights from checkpoints, and what a call on a device does the first time and later."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_every_token_has_its_shared_expert(weights: megamoe.MoeWeights, activati
 
 
 def test_it_is_an_operator_as_torch_wants_it(weights: megamoe.MoeWeights, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is asked here is asked of the operator; the kernels would run a dozen times.
+    # These tests exercise the operator. The kernels would run a dozen times.
     monkeypatch.setattr(
         module, "_made", lambda *given: lambda inputs: [inputs[-1][:, :1].expand(-1, HIDDEN).bfloat16()]
     )
@@ -248,7 +248,7 @@ def test_a_device_brings_weights_into_its_layout_once_and_again_when_they_change
 
 @pytest.fixture
 def layer_on_device(weights: megamoe.MoeWeights, monkeypatch: pytest.MonkeyPatch) -> Iterator[LayerOnDevice]:
-    """A layer whose programs do nothing, and which stream they do it on is kept."""
+    """A layer whose programs do nothing but note their stream."""
     monkeypatch.setattr(LoadedOnMachine, "_run", lambda *given: None)
     mine = replace(weights, **{name: getattr(weights, name).clone() for name in module.STACKS})
     x, ids, w = tokens(1)
@@ -355,7 +355,7 @@ PREFIX = "model.layers.3.mlp"
 
 
 def checkpoint(numbers: Tensors, names: Mapping[str, str] = NAMES) -> Tensors:
-    """The layer of `weights` as ModelOpt stores it."""
+    """The layer of `weights`, stored as ModelOpt does."""
     found: Tensors = {}
     both = global_scale(torch.cat((numbers["gate"], numbers["up"]), dim=1), per=1)
     scales = {"gate": both, "up": both, "down": global_scale(numbers["down"], per=1)}
@@ -371,7 +371,7 @@ def checkpoint(numbers: Tensors, names: Mapping[str, str] = NAMES) -> Tensors:
 
 
 def same(one: megamoe.MoeWeights, other: megamoe.MoeWeights) -> list[str]:
-    """The fields in which they differ."""
+    """The fields in which the two differ."""
     return [name for name in (*module.STACKS, "x_gs") if not torch.equal(getattr(one, name), getattr(other, name))]
 
 
@@ -399,7 +399,7 @@ def test_a_checkpoint_is_read_as_it_was_quantised(
 
 
 def with_shared(numbers: Tensors, count: int) -> Tensors:
-    """A checkpoint whose shared experts are all as expert 1: several are stored as one that is wider."""
+    """A checkpoint whose shared experts all equal expert 1, stored as one wider expert."""
     held = checkpoint(numbers)
     for projection, name in NAMES.items():
         gs = held[f"{PREFIX}.experts.1.{projection}.weight_scale_2"]
@@ -432,7 +432,7 @@ def test_shared_experts_of_a_checkpoint_are_the_last(weights: megamoe.MoeWeights
 def test_each_tensor_of_a_checkpoint_is_read_once(
     numbers: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those that say how large a layer is the shape alone is read before."""
+    """Before that, only the shapes of the tensors that give the layer's size are read."""
     save_file = pytest.importorskip("safetensors.torch").save_file
     save_file(held := with_shared(numbers, 2), tmp_path / "a.safetensors")
     read, get = list[str](), checkpoints._Files.get

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 def draw_topk_ids(case: Case) -> torch.Tensor:
-    """int32 [tokens, topk]: distinct experts for each token, as the case's load says, and then the shared experts."""
+    """int32 [tokens, topk]: distinct experts for each token, by the case's load, followed by the shared experts."""
     shared = torch.arange(case.int("num_experts") - case.int("shared"), case.int("num_experts"), dtype=torch.int32)
     return torch.cat((_draw_routed(_without_shared(case)), shared.expand(case.int("tokens"), -1)), dim=1)
 
 
 def _without_shared(case: Case) -> Case:
-    """The routed experts and choices of `case` alone, under its id."""
+    """`case` with only the routed experts and choices, under the same id."""
     fewer = case.int("shared")
     axes = {**dict(case.axes), **{name: case.int(name) - fewer for name in ("num_experts", "topk")}}
     return replace(case, axes=tuple(axes.items()))
@@ -48,7 +48,7 @@ def _draw_routed(case: Case) -> torch.Tensor:
     if not case.int("topk"):
         return torch.empty(case.int("tokens"), 0, dtype=torch.int32)
     drawn = _LOADS[str(case["load"])](case)
-    # Draw which expert is the loaded one, and the place of each choice.
+    # Draw which expert gets which load, and the position of each choice.
     names = torch.randperm(case.int("num_experts"), generator=generator(case, "expert_names"))
     places = uniform(case, "places", tuple(drawn.shape)).argsort(dim=1)
     drawn = drawn.gather(1, places)
@@ -56,13 +56,13 @@ def _draw_routed(case: Case) -> torch.Tensor:
 
 
 def _balanced(case: Case) -> torch.Tensor:
-    """Loads differ by one at most: the routes go round the experts."""
+    """Loads differ by at most one: routes are dealt round-robin."""
     tokens, topk = case.int("tokens"), case.int("topk")
     return torch.arange(tokens * topk).view(tokens, topk) % case.int("num_experts")
 
 
 def _drawn(case: Case, weight: torch.Tensor) -> torch.Tensor:
-    """topk of the experts for each token without replacement, in proportion to `weight`."""
+    """Draws topk experts per token without replacement, in proportion to `weight`."""
     level = uniform(case, "topk_ids", (case.int("tokens"), len(weight)))
     return (level.clamp(min=1e-300).log() / weight).topk(case.int("topk"), dim=1).indices
 
@@ -88,7 +88,7 @@ def _empty(case: Case) -> torch.Tensor:
 
 
 def _slice(case: Case) -> torch.Tensor:
-    """Tokens choose among the experts of EP_RANKS ranks; an id is -1 where the expert is not of this rank."""
+    """Tokens choose among the experts of EP_RANKS ranks. An id is -1 if the expert belongs to another rank."""
     ids = _drawn(case, torch.ones(EP_RANKS * case.int("num_experts"), dtype=torch.float64))
     return torch.where(ids < case.int("num_experts"), ids, -1)
 
@@ -102,18 +102,18 @@ Shape = tuple[int, int, int]
 Device = str | torch.device
 Distribution = Callable[["Case", str, Shape, Device], Stack]
 
-# Stacks of more numbers are drawn by counting, so many at a time: those of a real layer take minutes one by one.
+# Larger stacks use counter-based draws, this many numbers at a time: a sequential draw takes minutes for a real layer.
 COUNTED: Final = 1 << 26
-# About the largest activation after SwiGLU of N(0, 1) gates and ups.
+# Roughly the largest activation after SwiGLU of N(0, 1) gates and ups.
 LARGEST_ACTIVATION: Final = 8.0
 NAN_SCALE: Final = 0x7F
 
 
 def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
-    """Every input of the case's stage, on `device`. The weights of a real layer are drawn there, and only if nobody has
-    them from a case of that layer: do not change them.
+    """Every input of the case's stage, on `device`. Do not change the weights of a real layer: they are shared.
 
-    The bits depend on the case's id alone. ValueError for an unknown distribution.
+    Such weights are drawn on `device`, unless the caller still holds those of another case of the layer. The bits
+    depend on the case's id alone. Raises ValueError for an unknown distribution.
     """
     draw_stack = distribution_of(case, DISTRIBUTIONS)
 
@@ -154,12 +154,14 @@ def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
 
 _OF_WEIGHTS: Final = ("hidden", "intermediate", "num_experts", "inputs", "seed")
 _KEPT: Final[dict[tuple[str, str, str], dict[str, tuple[WeakIdRef, int]]]] = {}
-"""The weights of real layers that somebody has, by layer, device and name, and their versions as they were drawn: those
-of 384 experts take seconds to draw, and gigabytes, so that nothing is kept here that nobody has."""
+"""Weak references to weights of real layers in use, by layer, device and name, with their tensor versions when drawn.
+
+The weights of 384 experts take seconds to draw and gigabytes to store, so nothing is kept alive here.
+"""
 
 
 def _unchanged(key: tuple[str, str, str]) -> Inputs:
-    """The weights of `key`; none if nobody has all of them any more, or somebody has changed them."""
+    """The weights of `key`. Empty if any of them was freed or changed."""
     found: Inputs = {}
     for part, (kept, version) in _KEPT.get(key, {}).items():
         tensor = kept()
@@ -170,7 +172,8 @@ def _unchanged(key: tuple[str, str, str]) -> Inputs:
 
 
 def _layer_of(case: Case) -> Case:
-    """`case` under an id of what shapes its weights: rows of one real layer, as it is used, have the same weights."""
+    """`case` with an id of only the axes that define its weights: rows of one real layer share weights, as in a
+    model."""
     op, _, axes = case.id.partition(":")
     kept = [axis for axis in axes.split(",") if axis.partition("=")[0] in _OF_WEIGHTS]
     return replace(case, id=f"{op}:{','.join(kept)}")
@@ -203,7 +206,7 @@ def output_names(case: Case) -> tuple[str, ...]:
 
 
 def _operand(name: str, stack: Stack, padding: int, *, rows: bool = False) -> Inputs:
-    """Codes, swizzled scales and global scales of a stack. `rows`: its matrices are the rows of one matrix."""
+    """Codes, swizzled scales and global scales of a stack. `rows`: the stack's matrices are rows of one matrix."""
     codes, sf, gs = (part.squeeze(1) if rows and part.dim() > 1 else part for part in stack)
     return {f"{name}_codes": codes, f"{name}_sf": swizzle_scales(sf, padding), f"{name}_gs": gs}
 
@@ -213,12 +216,12 @@ def _padding(case: Case) -> int:
 
 
 def _deviation(name: str, k: int) -> float:
-    """The deviation that makes x N(0, 1) and either product N(0, 1) or smaller."""
+    """The standard deviation that makes x N(0, 1) and both products N(0, 1) or smaller."""
     return 1.0 if name == "x" else 1.0 / math.sqrt(k)
 
 
 def _normal(case: Case, name: str, shape: Shape, device: Device) -> Stack:
-    """bf16 N(0, 1) or N(0, 1 / K), quantised with a global scale for each token or expert."""
+    """bf16 N(0, 1) or N(0, 1 / K), quantised with one global scale per token or expert."""
     each = math.prod(shape[1:])
     if shape[0] * each <= COUNTED:
         return _quantised(name, normal(case, name, shape).to(device))
@@ -227,7 +230,7 @@ def _normal(case: Case, name: str, shape: Shape, device: Device) -> Stack:
     drawn = (counted_normal(case, name, first * each, count * each, device) for first, count in counts)
     parts = [_quantised(name, part.view(-1, *shape[1:])) for part in drawn]
     codes, sf, gs = (torch.cat(part) for part in zip(*parts, strict=True))
-    # Of millions of numbers the largest is always the same, and so would all global scales be.
+    # The largest of millions of numbers is always the same, so all global scales would be equal.
     return codes, sf, gs * _spread(case, f"{name}_spread", len(gs)).float().to(device)
 
 
@@ -238,7 +241,8 @@ def _quantised(name: str, values: torch.Tensor) -> Stack:
 
 
 def _zero_blocks(case: Case, name: str, shape: Shape, device: Device) -> Stack:
-    """As normal, but half of the blocks are zero, and so are the first token and the first 64 rows of every expert."""
+    """Like normal, but half of the blocks are zero, and so are the first token and the first 64 rows of every
+    expert."""
     values = normal(case, name, shape) * _deviation(name, shape[-1])
     kept = uniform(case, f"{name}_zero", (*shape[:-1], shape[-1] // SF_VEC_SIZE)) < 0.5
     values *= kept.repeat_interleave(SF_VEC_SIZE, dim=-1)
@@ -256,7 +260,7 @@ def _full_range(case: Case, name: str, shape: Shape, device: Device) -> Stack:
 
 
 def _saturating_scales(case: Case, name: str, shape: Shape, device: Device) -> Stack:
-    """Block scales of 448 or one of the three below it. Activations need more than 448 and 6 (see _a2_gs)."""
+    """Block scales of 448 or one of the three values below it. Activations need more than 448 and 6 (see _a2_gs)."""
     codes, _, _ = _full_range(case, name, shape, device)
     source = generator(case, f"{name}_sf")
     sf = torch.randint(0x7B, 0x7F, (*shape[:-1], shape[-1] // SF_VEC_SIZE), generator=source, dtype=torch.uint8)
@@ -264,7 +268,7 @@ def _saturating_scales(case: Case, name: str, shape: Shape, device: Device) -> S
 
 
 def _unit(case: Case, name: str, shape: tuple[int, int, int], scales: torch.Tensor) -> torch.Tensor:
-    """float32 [shape[0]]: global scales that give uniform codes under these block scales the deviation of `normal`."""
+    """float32 [shape[0]]: global scales that give uniform codes with these block scales the deviation of `normal`."""
     mean_square = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).square().mean() * scales.square().mean()
     spread = _spread(case, f"{name}_gs", shape[0])
     return (spread * _deviation(name, shape[-1]) / math.sqrt(float(mean_square))).float()
@@ -280,19 +284,19 @@ DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
     "full_range": _full_range,
     "saturating_scales": _saturating_scales,
     "zero_blocks": _zero_blocks,
-    # The scales of padding rows are NaN, and so is everything else in padding.
+    # Padding holds NaN: the scales of padding rows, and everything else.
     "poisoned_padding": _normal,
 }
 
 
-# A bf16 row of `full_range` is times 2^-20 to 2^20: f16 holds neither end.
+# Rows of a bf16 `full_range` are scaled by 2^-20 to 2^20. f16 can hold neither end.
 MAX_ROW_EXPONENT: Final = 20
 
 
 def _plain(case: Case, name: str, shape: tuple[int, int]) -> torch.Tensor:
     """bf16 activations: N(0, 1) or N(0, 1 / K) as in _normal, with the zeros of _zero_blocks.
 
-    Under `full_range` each row is times a power of two.
+    Under `full_range` each row is scaled by a power of two.
     """
     values = normal(case, name, shape) * _deviation(name, shape[-1])
     if case.inputs == "zero_blocks":
@@ -313,7 +317,8 @@ def _topk_weights(case: Case) -> torch.Tensor:
 
 
 def _a2_gs(case: Case) -> torch.Tensor:
-    """float32 [num_experts]: a calibrated scale of each expert's activations, 256 times too small if they saturate."""
+    """float32 [num_experts]: a calibrated scale for each expert's activations; 256 times too small for
+    saturating_scales."""
     largest = LARGEST_ACTIVATION / (256.0 if case.inputs == "saturating_scales" else 1.0)
     spread = 0.5 + 1.5 * uniform(case, "a2_gs", (case.int("num_experts"),))
     return (spread * largest / (E2M1_MAX * E4M3_MAX)).float()
@@ -352,7 +357,7 @@ OF_TOKENS = ("x", "x_codes", "x_gs", "topk_ids", "topk_weights")
 
 
 def tokens_of(case: Case, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor) -> Inputs:
-    """The inputs of a layer's tokens, those of `chosen` int64 [n]."""
+    """A layer's inputs, cut to the tokens in `chosen` (int64 [n])."""
     cut = {name: inputs[name][chosen] for name in OF_TOKENS if name in inputs}
     if "x_sf" in inputs:
         x_sf = unswizzle_scales(inputs["x_sf"], case.int("tokens"), case.int("hidden") // SF_VEC_SIZE)
@@ -361,9 +366,9 @@ def tokens_of(case: Case, inputs: Mapping[str, torch.Tensor], chosen: torch.Tens
 
 
 def sample_tokens(case: Case, inputs: Mapping[str, torch.Tensor], share: float) -> Sample | None:
-    """`share` of the tokens of a layer, spread evenly from the first to the last; None if that is all of them.
+    """`share` of a layer's tokens, spread evenly from the first to the last. None if that is all of them.
 
-    Inputs of tokens are cut to the chosen ones; weights are the same tensors. `x_sf` is swizzled anew with padding 0.
+    Token inputs are cut to the chosen tokens; weights are the same tensors. `x_sf` is swizzled again, with padding 0.
     """
     tokens = case.int("tokens")
     count = max(1, int(tokens * share))

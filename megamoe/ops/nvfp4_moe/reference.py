@@ -1,20 +1,20 @@
-"""NVFP4 MoE: y = sum over a token's experts of weight * W2 requantise(swiglu(W1 x)), and its stages by themselves.
+"""NVFP4 MoE: y = sum over a token's experts of weight * W2 requantise(swiglu(W1 x)), and each stage by itself.
 
-The contract, stage by stage. Rows of experts are laid out as megamoe.codec.routing says.
+The contract, stage by stage. megamoe.codec.routing defines the layout of expert rows.
 
 * l1: gate and up are products of codes and block scales accumulated in fp32, times x_gs and w1_gs; h = silu(gate) * up
   in fp32, after min(gate, clamp) and max(-clamp, min(up, clamp)) if there is a clamp; times the top-k weight if
   `weight` is "before". The kernel requantises h at once.
 * requantise: h in blocks of 16 to e2m1 codes and e4m3 scales under a2_gs of the expert: sf = e4m3(max|block| / 6 /
   a2_gs), code = e2m1(h / (sf * a2_gs)), to nearest even and saturating; codes are 0 where sf is 0.
-* l2: codes and block scales accumulated in fp32, times a2_gs and w2_gs, rounded to bf16: one row a route.
-* combine: the rows of a token summed in fp32 in ascending k, each times its top-k weight if `weight` is "after"; bf16.
+* l2: codes and block scales accumulated in fp32, times a2_gs and w2_gs, rounded to bf16: one row per route.
+* combine: a token's rows summed in fp32 in ascending k, each times its top-k weight if `weight` is "after"; bf16.
   A token without a route on this rank has y = 0.
 
-With activations=bf16 there is x bf16 and no x_gs, a2 bf16 and no a2_gs, and to requantise is to round to bf16; the
-oracle does not.
+With activations=bf16, x and a2 are bf16 and have no global scale, and requantising means rounding to bf16; the oracle
+does not round.
 
-Padding rows of a2_codes, a2_sf, a2, h and rows mean nothing: a kernel may leave them alone or write anything.
+Padding rows of a2_codes, a2_sf, a2, h and rows mean nothing: a kernel may leave them unwritten or write anything.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from megamoe.ops import Sample
 
 ABSOLUTE_SCALE: Final[Mapping[str, float]] = {}
-# tcgen05.mma.kind::mxf4nvf4 does four times the products of kind::f16 (K 64 against 16 an instruction of one shape, PTX
-# ISA, tcgen05.mma); wgmma of sm_90a has no such kind, and a block scale is exact in bf16 only.
+# tcgen05.mma.kind::mxf4nvf4 does four times the products of kind::f16 (K 64 instead of 16 for one instruction shape,
+# PTX ISA, tcgen05.mma). sm_90a's wgmma has no such kind, and a block scale is exact in bf16 only.
 MATRIX_RATES: Final[Mapping[str, float]] = {"sm_100a": 4.0}
 Inputs = Mapping[str, torch.Tensor]
 
@@ -62,8 +62,8 @@ def oracle(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
 def simulated(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
     """The stage's outputs in their own dtypes: fp32 accumulation, bf16 rows, fp32 sums.
 
-    The requantised activations are those of the oracle, so a code that fp32 rounds to the other side of a step is no
-    noise; `latitude` is for such codes. Raises ValueError if torch was told to lower the precision of fp32 products.
+    The requantised activations are the oracle's, so a code that fp32 rounds to the other side of a step adds no noise;
+    `latitude` handles such codes. Raises ValueError if torch uses reduced precision for fp32 products.
     """
     full_precision(case)
     return _outputs(case, inputs, torch.float32)
@@ -86,7 +86,7 @@ def _outputs(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, torch.
 
 
 def _given(case: Case, inputs: Inputs, routes: Routing) -> Activation:
-    """What the stage requantises. The oracle, the simulated reference and the latitude of a case share it."""
+    """What the stage requantises. Cached: the oracle, simulated reference and latitude of a case share it."""
     if case["stage"] == "requantise":
         h = inputs["h"][routes.row].double()
         return Activation(h, torch.zeros_like(h))
@@ -99,17 +99,18 @@ def _given(case: Case, inputs: Inputs, routes: Routing) -> Activation:
 
 _Seen = tuple[str, dict[str, tuple[WeakIdRef, int]]]
 _ACTIVATIONS: Final[MutableMapping[torch.Tensor, tuple[_Seen, Activation]]] = WeakIdKeyDictionary()
-"""What came of a case and of inputs, each as it was, by their topk_ids and as long as these are there."""
+"""Activations by topk_ids tensor, with the case id and input versions they were computed from. Entries end with the
+tensor."""
 
 
 def _nominal(case: Case, inputs: Inputs, routes: Routing) -> tuple[Activation, Requantised]:
-    """What the stage requantises, and the result."""
+    """What the stage requantises, and the requantised result."""
     given = _given(case, inputs, routes)
     return given, requantise(given.h, inputs["a2_gs"][routes.expert])
 
 
 def _a2_values(case: Case, inputs: Inputs, routes: Routing, dtype: torch.dtype) -> torch.Tensor:
-    """[routes, intermediate]: codes times block scales or, in float32, bf16; computed, or given in the stage l2."""
+    """[routes, intermediate]: codes times block scales, or bf16 values. Stage l2 has them as an input."""
     if case["activations"] == "bf16":
         if case["stage"] == "l2":
             return inputs["a2"][routes.row].to(dtype)
@@ -137,7 +138,7 @@ def _scattered(routes: Routing, values: torch.Tensor, into: torch.Tensor) -> tor
 
 
 def free(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Padding rows of the expert-row tensors that the stage writes."""
+    """Marks the padding rows of the expert-row tensors that the stage writes."""
     if case["stage"] in ("layer", "combine"):
         return {}
     padding = torch.ones(expert_rows(case), dtype=torch.bool, device=inputs["topk_ids"].device)
@@ -152,9 +153,9 @@ def free(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> Latitude:
-    """Codes and scales that may lie on either side of a step, and the y of the side that the kernel took.
+    """Codes and scales that may lie on either side of a step, and the oracle's y for the side that the kernel took.
 
-    Of the stage combine alone a kernel may choose whether it fuses products and sums, and y is one bf16 or one of two.
+    In the combine stage the only choice is whether products and sums are fused: y is one bf16 or one of two.
     """
     routes, stage = routing(case, inputs["topk_ids"]), case["stage"]
     if stage == "combine":
@@ -172,7 +173,7 @@ def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> L
     usable = torch.where(sf < 0x7F, sf, nominal.sf)
     scales, steps = scale_interval(given, gs), code_interval(given, gs, usable)
     axes = {"a2_codes": ("expert_row", "intermediate"), "a2_sf": ("expert_row", "block")}
-    # ue4m3 has no sign: a scale with a sign, or a NaN, lies in no interval.
+    # ue4m3 has no sign: a scale with the sign bit set, or a NaN, lies in no interval.
     seen = torch.where(sf < 0x7F, decode_e4m3(sf, torch.float64), torch.nan)
     return Latitude(
         codes={
@@ -185,7 +186,7 @@ def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> L
 
 
 def _combined(case: Case, inputs: Inputs, y: torch.Tensor, routes: Routing) -> Codes:
-    """y of the stage combine between the one that fuses products and sums and the one that does not."""
+    """The combine stage's y, between the fused result and the unfused one."""
     rows, weight = inputs["rows"][routes.row].float(), inputs["topk_weights"]
     ends = [combine(case, routes, rows, weight, fused=one).bfloat16().double() for one in (False, True)]
     tokens = torch.arange(len(y), device=y.device)
@@ -193,15 +194,15 @@ def _combined(case: Case, inputs: Inputs, y: torch.Tensor, routes: Routing) -> C
 
 
 def sample(case: Case, inputs: Inputs, most_flops: int) -> Sample | None:
-    """Some tokens of a layer that is too large for its oracle. A stage by itself is small enough."""
+    """Some tokens of a layer that is too large for its oracle. A single stage is small enough as it is."""
     return sample_tokens(case, inputs, most_flops / useful_flops(case)) if case["stage"] == "layer" else None
 
 
 def useful_flops(case: Case) -> int:
-    """Multiplications and additions of the products of routed tokens and of the combine, without padding."""
+    """Multiplications and additions of the routed tokens' products and of the combine, without padding."""
     routes = int((draw_topk_ids(case) >= 0).sum())
     hidden, intermediate = case.int("hidden"), case.int("intermediate")
-    # A SwiGLU and a requantisation are a few operations an element: 8 stands for them.
+    # SwiGLU and requantisation take a few operations per element, counted as 8.
     each = {
         "l1": 4 * hidden * intermediate + 8 * intermediate,
         "requantise": 8 * intermediate,

@@ -1,8 +1,8 @@
-"""Where requantisation leaves a kernel a choice, and the oracle's y moved to the choices that an output shows.
+"""Where requantisation leaves a kernel a choice, and how the oracle's y adapts to the choices that an output shows.
 
-One requantised code at a rounding step moves a whole row of y by more than all other roundings together. The direction
-is known (a column of W2) and so is the size, so a row of hundreds of elements tells which choices the kernel made. Each
-choice that brings the oracle closer to the output is taken. What remains is held to the bars of any other error.
+One requantised code at a rounding step moves a whole row of y by more than all other roundings together. Its direction
+is known (a column of W2) and so is its size, so a row of hundreds of elements reveals which choices the kernel made.
+Each choice that brings the oracle closer to the output is taken. The remaining error is judged by the usual bars.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from megamoe.contract import Case
 
 
-# A scale is a maximum divided twice; a code is a quotient by a product. Each is a few roundings, or an approximate
+# A scale is a maximum divided twice; a code is a quotient by a product. Each takes a few roundings, or an approximate
 # reciprocal of 1 ulp (facts.md 7.4).
 QUOTIENT_SLACK: Final = 4.0 * ULP
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """float64: the least and the greatest number that a correct kernel may store."""
+    """float64: the smallest and the largest number that a correct kernel may store."""
 
     lowest: torch.Tensor
     highest: torch.Tensor
 
 
 def scale_interval(given: Activation, gs: torch.Tensor) -> Interval:
-    """Of block scales, as numbers [routes, blocks], of h under gs [routes]."""
+    """The interval of block scales, as numbers [routes, blocks], for h under gs [routes]."""
     lowest = (given.h.abs() - given.slack).clamp(min=0.0)
     ends = (_blocks(lowest).amax(dim=-1), _blocks(given.h.abs() + given.slack).amax(dim=-1))
     factors = (1.0 - QUOTIENT_SLACK, 1.0 + QUOTIENT_SLACK)
@@ -51,7 +51,8 @@ def scale_interval(given: Activation, gs: torch.Tensor) -> Interval:
 
 
 def code_interval(given: Activation, gs: torch.Tensor, sf: torch.Tensor) -> Interval:
-    """Of codes, as numbers [routes, intermediate], of h under gs [routes] and the block scales sf [routes, blocks]."""
+    """The interval of codes, as numbers [routes, intermediate], for h under gs [routes] and block scales sf [routes,
+    blocks]."""
     step = decode_e4m3(sf, torch.float64) * gs.double()[:, None]
     step = torch.where(step > 0, step, torch.inf).repeat_interleave(SF_VEC_SIZE, dim=1)
     margin = given.slack + given.h.abs() * QUOTIENT_SLACK
@@ -61,9 +62,9 @@ def code_interval(given: Activation, gs: torch.Tensor, sf: torch.Tensor) -> Inte
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Legal differences of a2 from the nominal a2, without global scale.
+    """Legal differences of a2 from the nominal a2, without the global scale.
 
-    `number`, `route`, `column`: int64 [n]; `change`: float64 [n]; one entry a changed element. Choice `number`, 0 to
+    `number`, `route`, `column`: int64 [n]; `change`: float64 [n]; one entry per changed element. Choice `number`, 0 to
     `count` - 1, adds `change` at (route, column). All entries of a choice are in one route.
     """
 
@@ -75,7 +76,8 @@ class Choices:
 
 
 def choices(given: Activation, gs: torch.Tensor, nominal: Requantised) -> Choices:
-    """What a correct kernel may do instead of `nominal`: the other code at a step, or a block under the other scale."""
+    """What a correct kernel may do instead of `nominal`: take the other code at a step, or the other scale for a
+    block."""
     values, scale = decode_e2m1(nominal.codes, torch.float64), decode_e4m3(nominal.sf, torch.float64)
     wide = scale.repeat_interleave(SF_VEC_SIZE, dim=1)
     parts: list[tuple[torch.Tensor, ...]] = []
@@ -102,7 +104,8 @@ def choices(given: Activation, gs: torch.Tensor, nominal: Requantised) -> Choice
 
 
 def _requantised_blocks(h: torch.Tensor, scale: torch.Tensor, gs: torch.Tensor) -> torch.Tensor:
-    """Blocks h [n, 16], requantised under block scales [n] and global scales [n], as numbers without global scale."""
+    """Blocks h [n, 16], requantised under block scales [n] and global scales [n], as numbers without the global
+    scale."""
     step = (scale * gs)[:, None]
     return decode_e2m1(encode_e2m1(h / torch.where(step > 0, step, torch.inf)), torch.float64) * scale[:, None]
 
@@ -111,12 +114,12 @@ def _blocks(values: torch.Tensor) -> torch.Tensor:
     return values.reshape(*values.shape[:-1], values.shape[-1] // SF_VEC_SIZE, SF_VEC_SIZE)
 
 
-# A row whose rms error is below this many ulps of bf16 stays as it is: it passes anyway.
+# A row with an rms error below this many bf16 ulps is left alone: it passes anyway.
 LEFT_ALONE: Final = 0.25
-# A choice explains error once it is in it by half. What is in it by less than this is not looked at: choices that were
-# taken before may hide that much of it, and where they hide more, the next round finds it.
+# A choice helps if the error contains at least half of it. Skip a choice of which the error contains less than this
+# share: choices taken earlier may hide up to that much, and if they hide more, the next round finds it.
 ASKED: Final = 0.25
-# Rows of `hidden` doubles held at once, and made at once.
+# Rows of `hidden` doubles held at once (HELD) and computed at once (ENTRIES).
 HELD: Final = 1 << 14
 ENTRIES: Final = 1024
 
@@ -124,7 +127,7 @@ ENTRIES: Final = 1024
 def settled(
     case: Case, inputs: Inputs, routes: Routing, legal: Choices, actual: torch.Tensor, oracle: torch.Tensor
 ) -> torch.Tensor:
-    """float64 [tokens, hidden]: `oracle` with each of the `legal` choices that brings it closer to `actual`."""
+    """float64 [tokens, hidden]: `oracle` plus each of the `legal` choices that brings it closer to `actual`."""
     y, seen = oracle.clone(), actual.double().to(oracle.device)
     scale = oracle.square().mean(dim=1).sqrt() * torch.finfo(torch.bfloat16).eps
     w2_sf = unswizzle_scales(inputs["w2_sf"], case.int("hidden"), case.int("intermediate") // SF_VEC_SIZE)
@@ -151,7 +154,7 @@ def settled(
 def _asked(
     case: Case, inputs: Inputs, routes: Routing, legal: Choices, error: torch.Tensor, kept: torch.Tensor
 ) -> torch.Tensor:
-    """bool [entries]: those of `kept` whose choice is in the error of its token, by ASKED of its size."""
+    """bool [entries]: the entries of `kept` whose token's error contains more than ASKED of their choice."""
     here = kept.nonzero().flatten()
     if not len(here):
         return kept
@@ -173,7 +176,7 @@ def _asked(
 
 
 def _weighted(case: Case, inputs: Inputs, routes: Routing, route: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-    """`change` [n] of a2 in `route` [n], times what its row of y is summed with."""
+    """`change` [n] of a2 in `route` [n], times the weight with which the route's row is summed into y."""
     if case["weight"] == "before":
         return change
     return change * inputs["topk_weights"][routes.token[route], routes.choice[route]].double()
@@ -182,8 +185,10 @@ def _weighted(case: Case, inputs: Inputs, routes: Routing, route: torch.Tensor, 
 def _directions(
     case: Case, inputs: Inputs, w2_sf: torch.Tensor, routes: Routing, legal: Choices, kept: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the choices of the entries `kept`, int64 [choices] each: their numbers; their tokens; and between, float64
-    [choices, hidden], what each adds to y."""
+    """Numbers, effects and tokens of the choices in the entries `kept`.
+
+    Numbers and tokens are int64 [choices]. Effects are float64 [choices, hidden]: what each choice adds to y.
+    """
     number, route, column, change = (part[kept] for part in (legal.number, legal.route, legal.column, legal.change))
     change = _weighted(case, inputs, routes, route, change)
     names, slot = number.unique(return_inverse=True)
@@ -202,14 +207,14 @@ def _taken(direction: torch.Tensor, token: torch.Tensor, error: torch.Tensor) ->
     names, counts = token[order].unique_consecutive(return_counts=True)
     line = torch.arange(len(names), device=token.device).repeat_interleave(counts)
     place = torch.arange(len(order), device=token.device) - (counts.cumsum(0) - counts)[line]
-    # One line a token, as long as the longest.
+    # One line per token, padded to the longest.
     padded = direction.new_zeros(len(names), int(counts.max()), direction.shape[1])
     padded[line, place] = direction[order]
     gram, fit = padded @ padded.mT, (padded @ error[names][:, :, None]).squeeze(2)
     own, each = gram.diagonal(dim1=1, dim2=2), torch.arange(len(names), device=token.device)
     taken = torch.zeros_like(fit)
     for _ in range(fit.shape[1]):
-        # A place that is no choice gains 0.
+        # Padding gains 0.
         gain, best = torch.where(taken == 0, 2 * fit - own, -1.0).max(dim=1)
         helps = (gain > 0).double()
         if not bool(helps.any()):

@@ -1,7 +1,7 @@
 """The stages of NVFP4 MoE in float64, one expert at a time, with the contract's requantisation between them.
 
-A kernel requantises `Activation.h`; its fp32 may be off by `slack`. Requantisation is a step function: an h within
-`slack` of a step has two correct codes, and a block whose largest h is there has two correct scales.
+A kernel requantises `Activation.h`; its fp32 value may be off by `slack`. Requantisation is a step function: an h
+within `slack` of a step has two correct codes, and a block whose largest h lies there has two correct scales.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Inputs = Mapping[str, torch.Tensor]
 ULP: Final = 2.0**-23
 # One tcgen05.mma takes K = 64 (facts.md 2.1). It may truncate its sum to fp32.
 K_PER_MMA: Final = 64
-# exp and reciprocal, products with global scales and weights: 8 ulps, and exp2 of a rounded product of g.
+# exp and reciprocal, products with global scales and weights: 8 ulps, plus exp2 of a rounded product of g.
 SWIGLU_ULPS: Final = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """float64 [routes, intermediate] each: what is requantised, and the largest error of fp32."""
+    """float64 [routes, intermediate] each: the values to requantise, and the largest error of a kernel's fp32."""
 
     h: torch.Tensor
     slack: torch.Tensor
@@ -96,13 +96,13 @@ def swiglu(
 
 
 def requantise(h: torch.Tensor, gs: torch.Tensor) -> Requantised:
-    """h [routes, intermediate] under gs [routes], as `megamoe.codec.nvfp4.quantise` does it."""
+    """h [routes, intermediate] under gs [routes], quantised as in `megamoe.codec.nvfp4.quantise`."""
     packed, sf = quantise(h.float(), gs)
     return Requantised(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2), sf)
 
 
 def l2(case: Case, inputs: Inputs, routes: Routing, a2: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[routes, hidden] of `dtype`: activations a2 [routes, intermediate] (with their global scale) through W2."""
+    """[routes, hidden] of `dtype`: activations a2 [routes, intermediate], times their global scale, through W2."""
     rows = torch.empty(len(a2), case.int("hidden"), dtype=dtype, device=a2.device)
     for expert, here in routes.experts():
         w2 = weights(inputs, "w2", expert, case.int("hidden"), case.int("intermediate"), dtype)
@@ -111,7 +111,7 @@ def l2(case: Case, inputs: Inputs, routes: Routing, a2: torch.Tensor, dtype: tor
 
 
 def gs2(inputs: Inputs, expert: int | torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """The factor of the sums of l2: the global scales of W2 and, if they have any, of its activations."""
+    """The factor of the l2 sums: the global scales of W2 and, if present, of its activations."""
     scale = inputs["w2_gs"][expert].to(dtype)
     return inputs["a2_gs"][expert].to(dtype) * scale if "a2_gs" in inputs else scale
 
@@ -119,7 +119,7 @@ def gs2(inputs: Inputs, expert: int | torch.Tensor, dtype: torch.dtype = torch.f
 def combine(
     case: Case, routes: Routing, rows: torch.Tensor, topk_weights: torch.Tensor, *, fused: bool = False
 ) -> torch.Tensor:
-    """[tokens, hidden] of the dtype of `rows` [routes, hidden], summed in ascending k; weighted if weight=after.
+    """[tokens, hidden] in the dtype of `rows` [routes, hidden], summed in ascending k; weighted if weight=after.
 
     `fused`: in fp32, each product is added without a rounding of its own.
     """

@@ -4,7 +4,7 @@
 const DATA = JSON.parse(document.getElementById('data').textContent);
 const SUBJECT_PARTS = ['backend', 'target', 'executor'];
 
-// A cell is one case of one subject: records by schedule and timings by temperature, the oldest first.
+// A cell is one case of one subject: records by schedule and timings by temperature, oldest first.
 const cells = new Map();
 const runOrder = new Map(DATA.runs.map((run, place) => [run.run, place]));
 
@@ -91,10 +91,10 @@ const FIGURES = DATA.figures.map(([caseIndex, backend, target, run, assembler, p
   cubin: cubin === null ? null : DATA.texts[cubin],
 }));
 
-// A2 before A10.
+// Natural order: A2 before A10.
 const inOrder = new Intl.Collator('en', { numeric: true }).compare;
 
-// The run of the newest line that a row has, baselines apart: its rows and backends come first.
+// The run of a row's newest line, except baselines: its rows and backends come first.
 const NEWEST = Math.max(-1, ...[...DATA.records.map((row) => row[3]), ...DATA.timings.map((row) => row[2])]
   .map((run) => runOrder.get(DATA.run_ids[run]) ?? -1));
 
@@ -103,7 +103,7 @@ function isOfNewestRun(cell) {
   return lines.some((line) => runOrder.get(DATA.run_ids[line.run]) === NEWEST);
 }
 
-// The places of a list, those of which `test` is true first; each part keeps its order.
+// The indices of a list, those that pass `test` first; each part keeps its order.
 function firstThose(list, test) {
   return [...list.filter(test), ...list.filter((one) => !test(one))];
 }
@@ -144,7 +144,7 @@ function toNumber(value) {
   return typeof value === 'string' ? Number(value) : value;
 }
 
-// The [name, value] pairs at a place of the table of metrics or counters.
+// The [name, value] pairs at an index of the table of metrics or counters.
 function named(kind, place) {
   const [names, numbers] = DATA[kind][place];
   return DATA.names[names].map((name, at) => [name, numbers[at]]);
@@ -166,7 +166,7 @@ function worst(records) {
 
 const LETTERS = 'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_';
 
-// The samples of a timing in microseconds, in the order taken. Only the newest timings have samples in the page.
+// A timing's samples in microseconds, in the order taken. Only the newest timings have samples in the page.
 function samplesOf(timing) {
   const [low, high, letters] = timing.packed ?? [0, 0, ''];
   const step = (at) => LETTERS.indexOf(letters[2 * at]) * 64 + LETTERS.indexOf(letters[2 * at + 1]);
@@ -183,7 +183,7 @@ function withoutRerun(sentence) {
   return sentence.replace(/ Rerun: (megamoe run|nox -s bench) [^\n]*$/, '');
 }
 
-// What a judge says of a row: a line a tensor, in bold where its error is worst.
+// The judge's sentence about a row: one line per tensor, bold where its error is worst.
 function sentenceLines(text) {
   const lines = withoutRerun(text).split(/(?:; |(?<=: ))(?=tensor \S+: )/);
   return lines.map((line) => {

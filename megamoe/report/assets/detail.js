@@ -1,5 +1,5 @@
 'use strict';
-// The drawer of a row: all that the page knows of one case of one subject.
+// The drawer of a row: everything that the page knows about one case of one subject.
 
 function selectedRecord(cell) {
   const shown = newest(cell, null);
@@ -29,7 +29,7 @@ function scheduleChips(cell, record) {
   return section('schedules', el('div', { class: 'chips' }, chips));
 }
 
-// What the evidence of a row is about: a digest covers a text that a machine ran, and no more than that.
+// What a row's evidence covers: a digest identifies a text that a machine ran, and nothing else.
 function whatRan(record) {
   const named = DATA.inputs[record.artifact].map(([name, text]) => `${DATA.texts[name]} ${DATA.texts[text]}`).join(', ');
   if (!named) return record.program && 'the text of this digest';
@@ -252,7 +252,7 @@ function showDetail() {
   if (cell && getComputedStyle(aside.parentElement).flexDirection === 'column') aside.scrollIntoView();
 }
 
-// The sections of the drawer about time: device times with their samples, and the history of the row over the runs.
+// The drawer's sections about time: device times with their samples, and the row's history over the runs.
 
 function timesSection(cell) {
   const found = ['cold', 'hot'].map((name) => last(cell[name])).filter(Boolean);

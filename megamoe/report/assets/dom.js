@@ -1,5 +1,5 @@
 'use strict';
-// Makes elements. Text goes in as text, never as markup: records may hold anything.
+// Makes elements. Text is inserted as text, never as markup: records may hold anything.
 
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -55,7 +55,7 @@ function plural(count, word) {
   return `${plain(count)} ${word}${count === 1 ? '' : 's'}`;
 }
 
-// A value in few letters, to fit a cell.
+// A value in few characters, to fit a cell.
 function brief(value, style) {
   const number = toNumber(value);
   if (Number.isNaN(number)) return 'NaN';
@@ -103,7 +103,7 @@ function choice(name, options, chosen, choose) {
   );
 }
 
-// A group of choices in one line; folded where the page is narrow, or it would fill the first screen.
+// A group of choices in one line; folded on a narrow page, where it would fill the first screen.
 function controls(name, ...choices) {
   const group = el('div', { class: 'controls', role: 'group', 'aria-label': name }, choices);
   if (!NARROW.matches) return group;
@@ -119,14 +119,14 @@ function controls(name, ...choices) {
 
 const NARROW = window.matchMedia('(max-width: 700px)');
 
-// Details whose content is made when they are first opened.
+// Details whose content is made on first opening.
 function lazily(attributes, title, make) {
   const fold = el('details', attributes, el('summary', {}, title));
   fold.addEventListener('toggle', () => fold.open && fold.children.length === 1 && fold.append(make()));
   return fold;
 }
 
-// A name that ends in # marks a column of numbers, in ! one that a narrow page leaves out, in * a column of code.
+// A name ending in # marks a column of numbers, in ! a column that a narrow page omits, in * a column of code.
 function columnClass(column) {
   return { '#': 'number', '!': 'number wide-only', '*': 'mono' }[last(column)] ?? null;
 }

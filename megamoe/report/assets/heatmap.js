@@ -14,8 +14,8 @@ function recordNumber(record, measure) {
   return DATA.counters[record.counters][2][measure.name] ?? null;
 }
 
-// A timing whose physical floor is shorter than any launch, on a device whose empty kernel nobody has timed: it has no
-// floor to be held against (megamoe.report.measures).
+// A timing whose physical floor is shorter than any launch, on a device whose empty kernel has not been timed. It has
+// no floor to compare with (megamoe.report.measures).
 function isLaunchBound(timing) {
   return timing.by === 'launch';
 }
@@ -29,7 +29,7 @@ function timingNumber(timing) {
   return timing?.median && timing.floor !== null && !isLaunchBound(timing) ? timing.floor / timing.median : null;
 }
 
-// The number of a cell under a measure (the worst of the schedules shown) and its status.
+// A cell's number under a measure (the worst of the schedules shown) and its status.
 function reading(cell, measure, schedule) {
   if (measure.source === 'cold' || measure.source === 'hot') {
     const timing = last(cell[measure.source]);
@@ -67,7 +67,7 @@ function content(found, measure) {
 
 const measured = new Map();
 
-// The subjects with anything to show under a measure: a band of empty cells is not drawn.
+// The subjects with something to show under a measure; a band of empty cells is not drawn.
 function subjectsWith(measure, schedule, op = null) {
   const key = `${measure.name} ${schedule} ${op}`;
   if (!measured.has(key)) {
@@ -169,7 +169,7 @@ function makeCell(caseIndex, subject, first) {
   return node;
 }
 
-// How a cell has changed since the run before, in words; null if it has not, or has no such run.
+// How a cell changed since the previous run, in words; null if it did not, or if there is no such run.
 function stepOf(cell, measure) {
   if (measure.source === 'cold' || measure.source === 'hot') {
     const [before, now] = runs(cell[measure.source]).filter((one) => one.median).slice(-2);
@@ -192,7 +192,7 @@ function tooltip(cell) {
   return told + (failed?.sentence ? `\n${failed.sentence.slice(0, 300)}` : '');
 }
 
-// Column headers, a line for each axis. A border marks each change of the outermost axis.
+// Column headers, one line per axis. A border marks each change of the outermost axis.
 function gridHead(block) {
   const starts = new Set();
   block.headers[0].reduce((at, [, span]) => (starts.add(at), at + span), 0);
@@ -212,7 +212,7 @@ function gridHead(block) {
 function gridBands(block, subjects, names) {
   const rowName = (row) => `${block.row} ${block.rows[row]}`;
   const places = block.rows.map((_, row) => row);
-  // A line of nothing is not drawn.
+  // Skip empty lines.
   const has = ([, , subject, row]) => block.cells[row].some((index) => index !== null && cells.has(cellKey(index, subject)));
   const bySubject = (subject) => places.map((row) => [names.get(subject), rowName(row), subject, row]).filter(has);
   const byRow = (row) => subjects.map((subject) => [rowName(row), names.get(subject), subject, row]).filter(has);
@@ -237,7 +237,7 @@ function listTable(block, indexes, subjects, names) {
   const upright = (subject) => el('th', { scope: 'col', class: 'upright' }, el('span', {}, names.get(subject)));
   const rows = indexes.map((index) => {
     const label = clip(shortCase(index, block.shared));
-    // Where the page is narrow, an id breaks between two axes, so that its results are beside it.
+    // On a narrow page, an id breaks between two axes, so that its results fit beside it.
     const axes = label.split(/(?<=,)/).flatMap((axis) => [axis, el('wbr')]);
     const head = el('th', { scope: 'row', class: 'case', title: DATA.cases[index] }, axes);
     return el(
@@ -253,7 +253,7 @@ function listTable(block, indexes, subjects, names) {
 
 const FRESH = new Set([...cells.values()].filter(isOfNewestRun).map((cell) => cell.key));
 
-// Whether a subject has anything to show here but that it was not asked, or cannot.
+// Whether a subject has anything to show here besides not_run and unsupported.
 function hasResult(caseIndex, subject) {
   const cell = cells.get(cellKey(caseIndex, subject));
   return cell !== undefined && [...newest(cell, null), ...cell.cold, ...cell.hot].some((one) => !IDLE.includes(one.status));
@@ -261,7 +261,7 @@ function hasResult(caseIndex, subject) {
 
 const IDLE = ['unsupported', 'not_run'];
 
-// Cuts a listing into as many tables side by side as fit.
+// Splits a listing into as many side-by-side tables as fit.
 function listTables(block, subjects, names) {
   const matching = (index) =>
     subjects.some(

@@ -136,7 +136,7 @@ const COMMANDS = {
 
 const MOVES = ['ArrowLeft', 'ArrowRight', 'ArrowUp', 'ArrowDown', 'Home', 'End'];
 
-// The command of a key on this element, or null.
+// The command for a key on this element, or null.
 function commandOf(key, target) {
   if (target.matches('input')) return key === 'Escape' ? escape : null;
   if (key === 'Enter' && target.matches('#main td[data-cell]')) return () => set({ open: target.dataset.cell });

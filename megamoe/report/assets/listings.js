@@ -1,5 +1,5 @@
 'use strict';
-// The views that are tables: the comparison that megamoe.diff made, the VM's coverage, the origin of the lines.
+// The table views: megamoe.diff's comparison, the VM's coverage, the origin of the lines.
 
 const COMPARED = 'kind case backend target executor variant call regression sentence was is times changes'.split(' ');
 const GOOD_CALLS = ['FASTER', 'BETTER'];
@@ -113,7 +113,7 @@ function comparisonView() {
   ];
 }
 
-// What the VM implements of the PTX ISA, by family, and what witnesses each form.
+// The VM's coverage of the PTX ISA, by family, and what confirms each form.
 
 function families() {
   const found = new Map();

@@ -1,5 +1,5 @@
 'use strict';
-// The state of the page: the address keeps a part of it, and a change redraws what depends on it.
+// The page's state: the address keeps part of it, and a change redraws what depends on it.
 
 const VIEWS = [
   ['matrix', 'matrix', matrixView],
@@ -32,7 +32,7 @@ const state = {
 
 const DRAWN_APART = ['open', 'detailSchedule'];
 
-// Changes the state and draws what depends on it. The focus stays on its element if that is still there.
+// Changes the state and redraws what depends on it. The focus stays on its element if that still exists.
 function set(changes) {
   Object.assign(state, changes);
   if ('open' in changes && !('detailSchedule' in changes)) state.detailSchedule = null;

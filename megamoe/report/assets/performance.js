@@ -1,9 +1,9 @@
 'use strict';
-// Times of a device: a roofline, and for each case the share of the physical floor that each backend reaches.
+// Device times: a roofline, and for each case the share of the physical floor that each backend reaches.
 
 const PLOT = { width: 860, height: 420, left: 62, right: 18, top: 22, bottom: 44 };
 
-// The plot is as wide as the page has room.
+// The plot is as wide as the page allows.
 function fitPlot() {
   PLOT.width = Math.max(300, (document.getElementById('main').clientWidth || 892) - 32);
   PLOT.height = PLOT.width < 600 ? 340 : 460;
@@ -90,7 +90,7 @@ function axes(x, y, [left, right], [low, high]) {
   ];
 }
 
-// The ceilings measured in the same session: bandwidth of a copy, and bf16 rate of a matrix product.
+// Ceilings measured in the same session: a copy's bandwidth and a matrix product's bf16 rate.
 function roof(device, x, y, [left, right]) {
   const bytes = device.copy_bytes_per_s,
     peak = device.bf16_flops_per_s;
@@ -188,7 +188,7 @@ function sortedGroups(shown) {
   return ordered;
 }
 
-// The medians of a row over the runs, the oldest first; empty for a row of one run.
+// A row's medians over the runs, oldest first; empty for a row of one run.
 function trend(cell) {
   const values = runs(cell[state.temperature]).map((one) => one.median).filter(Boolean);
   if (values.length < 2) return '';

@@ -1,11 +1,11 @@
 'use strict';
 // Small plots: scales with round ticks, strips of samples, sparklines, intervals, error maps, markers.
 //
-// Our own, not a library's: the page must hold its library, and this tree holds nothing fetched, so the library would
-// have to be a Python package that is read at render time. Those that have a script are too large: bokeh.min.js 1.3 MB,
-// plotly.min.js 4.8 MB; the whole page with all tracked records has 1 MB. The d3 on PyPI is version 3, of 2016. The plots
-// need little: two scales, and marks that open their row, take their colours from report.css and add no style element,
-// which the content security policy forbids.
+// Our own, not a library's. The page must embed its library and this tree holds nothing fetched, so the library would
+// have to be a Python package that is read at render time. Those with a script are too large: bokeh.min.js has 1.3 MB,
+// plotly.min.js 4.8 MB; the whole page with all tracked records has 1 MB. The d3 on PyPI is version 3, of 2016. The
+// plots need little: two scales, and marks that open their row, take their colours from report.css and add no style
+// element, because the content security policy forbids it.
 
 // About `count` round values between low and high.
 function ticks(low, high, count = 5) {
@@ -43,7 +43,7 @@ function logScale(low, high, from, to) {
 
 const STRIP = { width: 640, left: 40, right: 12, height: 56, below: 24 };
 
-// A dot for each sample: x is its time, y the order in which it was taken, so drift shows as a slope.
+// A dot per sample: x is its time, y its order, so drift shows as a slope.
 function strip(timings) {
   const { width, right, height, below } = STRIP;
   const bottom = timings.length * (height + below) + 4;
@@ -57,7 +57,7 @@ function strip(timings) {
   );
 }
 
-// From the least sample, or the floor if it is near, to where nearly all samples end. Strays are drawn at the edge.
+// From the smallest sample, or the floor if that is near, to where nearly all samples end. Outliers are at the edge.
 function stripRange(samples, timing) {
   const ordered = samples.toSorted((one, other) => one - other);
   const usual = ordered[Math.floor(ordered.length * 0.95)];
@@ -119,7 +119,7 @@ function sparkline(values, name, width = 150) {
   );
 }
 
-// A value against its bar, the tick at four fifths of the width.
+// A value against its bar. The tick is at four fifths of the width.
 function barPlot(ratio) {
   const width = 120,
     tick = 96,
@@ -169,8 +169,8 @@ function ratioPlot([, , ratio, low, high, threshold], span) {
 
 const SHADES = ' .:-=+*#%@';
 
-// Colours the text picture of a bundle (NAME.error.txt): a square for each letter, the stronger the larger the error,
-// dark for what is not finite.
+// Colours a bundle's text picture (NAME.error.txt): one square per letter, stronger for a larger error, dark for a
+// value that is not finite.
 function errorMap(text) {
   const [title, ...lines] = text.trimEnd().split('\n');
   const rows = lines.filter((line) => line.startsWith('|')).map((line) => line.slice(1, -1));
