@@ -259,7 +259,7 @@ class Stage:
         part.replace(whole)
 
     def perform(self, processes: int | None = None) -> None:
-        """Runs all jobs, with so many processes in parallel if given."""
+        """Runs all jobs, in `processes` parallel processes if given."""
         threads = [Thread(target=self._work) for _ in range(processes or self.processes)]
         for one in threads:
             one.start()
