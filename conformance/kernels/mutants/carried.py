@@ -2,8 +2,9 @@
 
 For each sm_90a mutant of the record whose row has at most ELEMENTS it packs the machine code, the launches, and the
 inputs of the row that killed it in the VM, or of its program's first row if none did. Launches are the VM's, host
-programs' included. `--draw SYNC OTHERS SEED` adds mutants of the smoke profile's programs of the NVFP4 layer. `--some
-N`: only N of all, at random; at most an eighth of these deadlock in the VM, as such mutants cost seconds each.
+programs' included. `--draw SYNC OTHERS SEED` adds mutants of the smoke profile's programs of the NVFP4 layer.
+
+`--some N`: only N of all, at random; at most an eighth of these deadlock in the VM, as such mutants cost seconds each.
 `--hanging`: only mutants that hang in the record of an H200 (silicon.py), with waits that give up, so that tools come
 to an end; and their unchanged programs, with the same waits.
 """

@@ -1,8 +1,8 @@
 """Mutants on an H200 and under compute-sanitizer: their record, and their part of results/mutants.md.
 
 `python -m conformance.kernels.mutants.silicon ROWS.json MUTANTS.json` writes the record from the files of carried.py
-and on_device.py. `.. ROWS.json MUTANTS.json --into` merges answers of tools into the existing record, and `..
---patient` those of programs whose waits give up (`carried --hanging`).
+and on_device.py. `.. ROWS.json MUTANTS.json --into` merges answers of tools into the existing record, and
+`.. --patient` those of programs whose waits give up (`carried --hanging`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Runs every kept program without an answer on an H200, and writes the answers.
 
-It takes three steps, because the device machine has neither a network nor the virtual machine: `python -m
-conformance.silicon.lanewise.on_device pack FOLDER` writes PTX and operands, and there `python3 FOLDER/ask.py FOLDER
-OUT` assembles with that machine's ptxas, launches, and writes OUT/answers.npz; `python -m
-conformance.silicon.lanewise.on_device merge OUT` adds those answers to the ones here. ask.py is this file: it needs
-only NumPy, torch and the driver.
+The device machine has neither a network nor the virtual machine, so there are three steps:
+    python -m conformance.silicon.lanewise.on_device pack FOLDER    # here: writes PTX and operands
+    python3 FOLDER/ask.py FOLDER OUT                                # there: assembles, launches; OUT/answers.npz
+    python -m conformance.silicon.lanewise.on_device merge OUT      # here: adds those answers to the ones here
+
+ask.py is this file: it needs only NumPy, torch and the driver.
 """
 
 from __future__ import annotations

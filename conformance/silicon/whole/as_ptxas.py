@@ -3,8 +3,9 @@
 These departures were found because an H200 left other bytes than the machine. Each is a change of the program's text. A
 program that leaves the H200's bytes once it is changed is explained: hashes meet by chance once in 2^64 trials. Rare
 departures, for which a place or two have to be searched, are in rewrites.py, reused.py and by_hand.py. This describes
-what ptxas does to the random programs. It is no model of ptxas. `python -m conformance.silicon.whole.as_ptxas NUMBER
-..` prints it for programs of drawn.npz.
+what ptxas does to the random programs. It is no model of ptxas.
+
+`python -m conformance.silicon.whole.as_ptxas NUMBER ..` prints it for programs of drawn.npz.
 """
 
 from __future__ import annotations

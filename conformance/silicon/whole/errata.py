@@ -1,8 +1,9 @@
 """Classes of faults of ptxas 13.0 in random programs: the minimal programs that show them on an H200.
 
 `least.json` has, for each program that smallest.py shrank on an H200, the remaining statements, a word of the output
-that differs between levels of ptxas, its value with -O0 (`right`) and at the level of the program (`left`). `python -m
-conformance.silicon.whole.errata` runs all of them on the machine; `.. --page` writes docs/ptxas.md.
+that differs between levels of ptxas, its value with -O0 (`right`) and at the level of the program (`left`).
+
+`python -m conformance.silicon.whole.errata` runs all of them on the machine; `.. --page` writes docs/ptxas.md.
 """
 
 from __future__ import annotations

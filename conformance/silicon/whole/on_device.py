@@ -1,16 +1,21 @@
 """Runs whole programs on an H200 and records their outputs.
 
-The device machine has neither a network nor the virtual machine, so there are three steps: `python -m
-conformance.silicon.whole.on_device pack FOLDER` writes what travels; there, `python3 FOLDER/ask.py FOLDER OUT whole`
-runs the program of every form and writes OUT/whole.npz, and `python3 FOLDER/ask.py FOLDER OUT drawn FIRST COUNT
-[SECONDS]` draws, assembles and runs random programs without an answer and writes the hashes of their outputs to
-OUT/hashes.npz; `python -m conformance.silicon.whole.merge OUT` takes OUT's answers into answers.npz and drawn.npz. `..
-drawn` is two steps, which can be taken alone: `.. assemble FIRST COUNT SECONDS` needs no GPU, only cores, and `..
-launch SECONDS` runs what is assembled. `.. tell SECONDS NUMBER ..` writes OUT/told/NUMBER.npz: the full outputs of
-random programs at each level of ptxas, and the outputs of their cuts (cuts.py); parted.py reads it. `.. levels SECONDS
-NUMBER ..` leaves the cuts out: another ptxas, first on the path, answers in seconds. ask.py is this file: it needs only
-NumPy, ptxas and the driver. A program that fails or hangs ends its process, because the driver cannot recover from
-that; another process goes on with the rest.
+The device machine has neither a network nor the virtual machine, so there are three steps:
+    python -m conformance.silicon.whole.on_device pack FOLDER    # here: writes what travels
+    python3 FOLDER/ask.py FOLDER OUT whole                       # there: runs every form's program; OUT/whole.npz
+    python3 FOLDER/ask.py FOLDER OUT drawn FIRST COUNT [SECONDS] # there: random programs; OUT/hashes.npz
+    python -m conformance.silicon.whole.merge OUT                # here: takes both into answers.npz and drawn.npz
+
+`.. drawn` draws, assembles and runs random programs without an answer and writes the hashes of their outputs. It is two
+steps, which can be taken alone: `.. assemble FIRST COUNT SECONDS` needs no GPU, only cores, and `.. launch SECONDS`
+runs what is assembled.
+
+`.. tell SECONDS NUMBER ..` writes OUT/told/NUMBER.npz: the full outputs of random programs at each level of ptxas, and
+the outputs of their cuts (cuts.py); parted.py reads it. `.. levels SECONDS NUMBER ..` leaves the cuts out: another
+ptxas, first on the path, answers in seconds.
+
+ask.py is this file: it needs only NumPy, ptxas and the driver. A program that fails or hangs ends its process, because
+the driver cannot recover from that; another process goes on with the rest.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ OUT/NUMBER.txt has the numbers of the remaining statements.
 
 A program keeps its defined behaviour. Everything that meets, orders or waits stays. A statement goes with the one that
 gives it a temporary register, and a branch stays if it parts the lanes of a partial mask or the warps of a barrier. So
-the machine, which reports everything undefined, can run the result (errata.py). This file needs only the standard
-library, ask.py beside it, and thereby NumPy.
+the machine, which reports everything undefined, can run the result (errata.py).
+
+This file needs only the standard library, ask.py beside it, and thereby NumPy.
 """
 
 from __future__ import annotations
