@@ -1,8 +1,8 @@
-"""The tests: laws of the kernels, the machine, the harness; what an H200 answered; fakes."""
+"""The tests: laws of the kernels, the machine and the harness, recorded answers of an H200, and fakes."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The checkout."""
+"""Root of the checkout."""
 SILICON = ROOT / "conformance" / "silicon"
-"""What an H200 answered."""
+"""Folder of the recorded answers of an H200."""

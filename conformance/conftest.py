@@ -1,7 +1,7 @@
 """Hypothesis profiles, and the options that pick cells of the matrix or rerun one example of a law.
 
-`default`: random, failures are remembered. `ci` (environment CI=true): derandomised, nothing is remembered.
-`hunt` (--hypothesis-profile hunt): many examples, for a night.
+`default`: random, and failures are remembered. `ci` (environment CI=true): derandomised, nothing is remembered. `hunt`
+(--hypothesis-profile hunt): many examples, for a run over night.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from hypothesis import HealthCheck, Phase, settings
 from megamoe.runner.child import give_memory_back
 from megamoe.runner.process import fork_keepers_from_the_server
 
-# Kernels are small, and threads that wait for each other cost more than they save: ten times more on two busy cores.
-# numpy and torch read these when they are imported, which is after this file.
+# Kernels are small, and a thread pool costs more than it saves: it is ten times slower on two busy cores. numpy and
+# torch read these variables when they are imported, after this file.
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-# Most cycles are machines that a test has done with: memory is given back, and they with it, between tests and trials.
-# To look for them within a test took a twentieth of the time of all.
+# Most reference cycles are machines of finished tests. They are freed when memory is given back, between tests and
+# trials; collecting within a test took 5 % of the whole time.
 gc.set_threshold(2_000_000, 50, 100)
 
-# An example runs kernels, which takes as long as it takes, and a backend may decline many of the cases drawn.
+# An example runs kernels, so it has no deadline, and a backend may decline many of the drawn cases.
 _SLOW = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -49,26 +49,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the profile, unless --hypothesis-profile has."""
+    """Loads the profile of CI or the default one, unless --hypothesis-profile is given."""
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("ci" if _in_ci() else "default")
 
 
 def pytest_collection_finish() -> None:
-    """Keeps the collector off modules and tests, of which there are more than of what a test makes."""
+    """Freezes modules and tests, so that the collector skips them: they outnumber the objects that a test makes."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _keepers_share_pages() -> None:
-    """As in a command: each would import torch by itself otherwise."""
+    """Forks the keepers from one server, as a command does: each would import torch by itself otherwise."""
     fork_keepers_from_the_server()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Gives the memory of tests back: the allocator would keep up to 4 GB of it."""
+    """Gives a test's memory back to the system: the allocator would keep up to 4 GB of it."""
     result = yield
     give_memory_back()
     return result
@@ -76,7 +76,7 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_is_kept_for_later_modules(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Programs that the machine has decoded, and what a module of tests caches, are of no use to the next one."""
+    """Clears decoded programs and the test module's caches: the next module has no use for them."""
     yield
     cached: list[object] = [one for one in vars(request.module).values() if hasattr(one, "cache_clear")]
     decoded = sys.modules.get("backends.vm.load")
@@ -87,7 +87,7 @@ def _nothing_is_kept_for_later_modules(request: pytest.FixtureRequest) -> Iterat
 
 @pytest.fixture(autouse=True)
 def _search_path_as_before() -> Iterator[None]:
-    """A command of a test puts its folder on the path, for modules of the user."""
+    """Restores sys.path: a command run by a test puts its folder there for the user's modules."""
     before = [*sys.path]
     yield
     sys.path[:] = before
@@ -99,12 +99,12 @@ def _in_ci() -> bool:
 
 @pytest.fixture(scope="session")
 def in_ci() -> bool:
-    """Whether a CI service runs this: there, what is not installed is not excused."""
+    """Whether a CI service runs this. CI does not excuse a missing installation."""
     return _in_ci()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the cells that --where describes: -k takes no "=", which every case id has."""
+    """Keeps the cells that --where describes. -k cannot: it takes no "=", and every case id has one."""
     filters = config.getoption("--where")
     if not filters:
         return

@@ -1,1 +1,1 @@
-"""Which spellings ptxas takes for which target, in a committed table, and how the machine is held to it."""
+"""A committed table says which spellings ptxas takes for which target, and the machine is held to it."""

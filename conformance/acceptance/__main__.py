@@ -1,7 +1,7 @@
-"""Ask ptxas anew: `python -m conformance.acceptance` writes results/acceptance.json.gz and results/acceptance.md.
+"""Asks ptxas anew: `python -m conformance.acceptance` writes results/acceptance.json.gz and results/acceptance.md.
 
-It takes a minute. `--table` writes the table alone, from the answers that are there: what to do after a form was added
-for which ptxas has been asked already.
+It takes a minute. `--table` writes only the table, from the committed answers. Use it after adding a form that ptxas
+has already been asked about.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from conformance.acceptance.answers import TABLE, as_markdown, asked, compared, 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write both files; the exit code is 2 for arguments that mean nothing."""
+    """Writes both files. Returns 2 for unknown arguments."""
     if arguments not in ([], ["--table"]):
         print(f"acceptance: {' '.join(arguments)!r} is not understood; it takes nothing or --table", file=sys.stderr)
         return 2

@@ -1,8 +1,8 @@
-"""What ptxas said: for each question the first PTX version that has it, by target; in a file, and as a page.
+"""What ptxas answered: for each question and target the first PTX version that has it, in a file and as a page.
 
 ptxas parses for a virtual architecture (`-arch compute_90a`) without generating code and reports every instruction that
-it refuses, so a file of all questions takes seconds. Lines that it refused are left out and the rest is asked again,
-until nothing is refused: an error early in ptxas hides later ones.
+it refuses, so a file of all questions takes seconds. An early error hides later ones, so refused lines are removed and
+the rest is assembled again until nothing is refused.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ TARGETS: Mapping[str, Version] = {
     "sm_90a": (8, 0), "sm_100a": (8, 6), "sm_103a": (8, 8), "sm_120a": (8, 7),
     "sm_100f": (8, 8), "sm_103f": (8, 8), "sm_120f": (8, 8), "sm_90": (8, 0), "sm_100": (8, 6),
 }  # fmt: skip
-"""The first PTX version of each target that is asked for: of one architecture (a), of a family (f), of all later ones.
-"""
+"""The first PTX version to ask for, by target: one architecture (a), a family (f), or all later ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """`since`: for each question the targets that have it, with the first PTX version. `ptxas`: its own version."""
+    """`since`: for each question the first PTX version by target. `ptxas`: the version of ptxas itself."""
 
     ptxas: str
     since: Mapping[Question, Mapping[str, Version]]
 
 
 def asked() -> Answers:
-    """Ask the newest ptxas here. UnsupportedError without one."""
+    """Asks the newest ptxas on this host. UnsupportedError without one."""
     ptxas = find_ptxas()
     said = subprocess.run([str(ptxas), "--version"], capture_output=True, text=True, check=True).stdout
     every = questions()
@@ -67,7 +66,7 @@ def asked() -> Answers:
 
 
 def _taken(ptxas: Path, folder: Path, given: Sequence[Question], target: str, version: Version) -> Sequence[Question]:
-    """The questions that ptxas takes."""
+    """Returns the questions that ptxas takes."""
     source = folder / "questions.ptx"
     frame = FRAME
     left = list(given)
@@ -90,7 +89,7 @@ def _taken(ptxas: Path, folder: Path, given: Sequence[Question], target: str, ve
 
 
 def write_answers(answers: Answers) -> None:
-    """Opcodes by the answer that they share, so that the file stays small; the same bytes for the same answers."""
+    """Groups opcodes by answer, which keeps the file small. The same answers give the same bytes."""
     groups: dict[str, list[str]] = defaultdict(list)
     for one, since in answers.since.items():
         shared = " ".join(f"{target}:{version[0]}.{version[1]}" for target, version in since.items())
@@ -101,7 +100,7 @@ def write_answers(answers: Answers) -> None:
 
 @cache
 def read_answers() -> Answers:
-    """The committed answers."""
+    """Reads the committed answers."""
     held = json.loads(gzip.decompress(DATA.read_bytes()))
     since: dict[Question, dict[str, Version]] = {}
     for shared, lines in held["answers"].items():
@@ -117,7 +116,7 @@ def read_answers() -> Answers:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Opcodes by who takes them, over all targets; `only_ours` is a list of sentences and must be empty."""
+    """Opcodes by who takes them, over all targets. `only_ours` holds sentences and must be empty."""
 
     both: frozenset[str]
     only_ptxas: frozenset[str]
@@ -127,7 +126,8 @@ class Comparison:
 
 
 def compared(answers: Answers) -> Comparison:
-    """Asks the machine what ptxas was asked, for each target: the newest version, and the last before the first."""
+    """Puts each question to the machine, for each target and for two PTX versions: the first that has it, and the one
+    before."""
     both, theirs, neither = set[str](), set[str](), set[str]()
     only_ours: list[str] = []
     refused: list[str] = []
@@ -155,7 +155,7 @@ def _asked_of_machine(first: Version | None, oldest: Version) -> list[tuple[Vers
 
 
 def as_markdown(answers: Answers, found: Comparison) -> str:
-    """The page: counts by family, and what ptxas alone takes."""
+    """Returns the page: counts by family, and what only ptxas takes."""
     lines = [
         "# What ptxas takes, and what the machine takes",
         "",

@@ -1,4 +1,4 @@
-"""Whether the machine takes an instruction for a target and a PTX version: found, bound and available there."""
+"""Whether the machine has an instruction for a target and a PTX version: it finds, binds and offers the instruction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conformance.acceptance.spellings import REGISTERS, Question
 
 
 def why_not_bound(question: Question) -> str | None:
-    """The machine's refusal of the instruction, whatever the target; None if it takes it."""
+    """The machine's refusal of the instruction for any target; None if it takes it."""
     rows = RegisterRows.of(
         {f"%{letter}": kind[1:] for letter, kind in REGISTERS.items()}, {"buf": "shared", "par": "param"}
     )
@@ -25,6 +25,6 @@ def why_not_bound(question: Question) -> str | None:
 
 
 def why_not_available(question: Question, target: str, version: Version) -> str | None:
-    """The machine's refusal for the target and the version; None if they have the instruction."""
+    """The machine's refusal for this target and version; None if they have the instruction."""
     operands = len([one for one in question.operands.split("; ") if one])
     return missing(tuple(question.opcode.split(".")), operands, target, version)

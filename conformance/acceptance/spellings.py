@@ -1,8 +1,8 @@
-"""The questions that the assembler and the machine are both asked: one instruction each, with operands that fit it.
+"""The questions for the assembler and the machine: one instruction each, with operands that fit it.
 
 Spellings come from the machine's own table of forms and from grammar.txt, the ISA's syntax of families that the machine
-has in part or not at all. Operands are written with letters: `c` a register of 8 bits, `h` of 16, `r` of 32, `l` of
-64, `q` of 128, `p` a predicate; `[l]` an address, `{r*4}` a vector, `p|p` two destinations.
+has in part or not at all. Operands are written with letters: `c` a register of 8 bits, `h` of 16, `r` of 32, `l` of 64,
+`q` of 128, `p` a predicate; `[l]` an address, `{r*4}` a vector, `p|p` two destinations.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from backends.vm.ptx.ast import Address, Immediate, Instruction, Negated, Operan
 from conformance.silicon.lanewise.programs import applied
 
 SPELLINGS_A_FORM = 90
-"""A form with more spellings than that is drawn from; each of its words is in at least one of those drawn."""
+"""A form with more spellings is sampled, so that each of its words is in at least one sample."""
 
 GRAMMAR = Path(__file__).with_name("grammar.txt")
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One instruction: its dotted opcode, and operands in the letters of this module, separated by `; `."""
+    """One instruction: its dotted opcode, and its operands in this module's letters, separated by `; `."""
 
     opcode: str
     operands: str
 
     def text(self) -> str:
-        """PTX that uses the registers and variables of FRAME."""
+        """Returns PTX that uses the registers and variables of FRAME."""
         return f"{self.opcode} {', '.join(_written(one) for one in self.operands.split('; ') if one)};"
 
     def instruction(self) -> Instruction:
-        """The same as the parser would yield it."""
+        """Returns the instruction as the parser would."""
         operands = tuple(_parsed(one) for one in self.operands.split("; ") if one)
         return Instruction(tuple(self.opcode.split(".")), operands, None, 1, self.text())
 
@@ -52,7 +52,7 @@ FRAME = "\n".join(
         ".shared .align 16 .b8 buf[64];",
     ]
 )
-"""The head of the entry in which a question stands: three lines of it at least, then the instruction."""
+"""Head of the entry around a question: at least three of its lines, then the instruction."""
 
 
 def _written(operand: str) -> str:
@@ -88,7 +88,7 @@ def _parsed(operand: str) -> Operand:
 
 
 def spellings() -> Iterator[tuple[str, ...]]:
-    """Each spelling once, as dotted parts: those of the machine's forms, then those of GRAMMAR."""
+    """Yields each spelling once, as dotted parts: first the machine's forms, then GRAMMAR."""
     seen: set[tuple[str, ...]] = set()
     for parts in itertools.chain.from_iterable([*map(_of_form, all_forms()), *map(_of_line, _lines())]):
         if parts not in seen:
@@ -128,9 +128,9 @@ def _drawn(name: str, slots: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     else:
         draw = random.Random(name)
         plain = [slot[-1] for slot in slots]
-        # Each word with the others left out or first, then any mixture.
+        # Each word with the other slots at their last choice (empty where optional); then random mixtures.
         picked = [(*plain[:at], word, *plain[at + 1 :]) for at, slot in enumerate(slots) for word in slot]
-        # Of words that may be left out most are, or hardly any mixture would be sound.
+        # Leave most optional words out: few mixtures would be sound otherwise.
         often = [[*slot, *[""] * (2 * len(slot) if slot[-1] == "" else 0)] for slot in slots]
         picked += [tuple(draw.choice(slot) for slot in often) for _ in range(SPELLINGS_A_FORM - len(picked))]
     return [tuple(part for word in words if word for part in word.split(".")) for words in picked]
@@ -143,7 +143,7 @@ _WIDTHS = {"8": "h", "16": "h", "32": "r", "64": "l", "128": "q"}
 
 
 def _letter(type_name: str) -> str:
-    """The register that holds a value of a type."""
+    """Letter of the register that holds a value of this type."""
     if type_name in ("pred", "p"):
         return "p"
     if type_name == "e2m1x2":
@@ -157,7 +157,7 @@ def _letter(type_name: str) -> str:
 
 
 def questions_of(parts: tuple[str, ...]) -> list[Question]:
-    """The spelling with each list of operands that it may take; one of them is enough for it to be accepted."""
+    """Returns the spelling with each operand list that it may take. It counts as accepted if one of them is."""
     return [Question(".".join(parts), operands) for operands in dict.fromkeys(_operands(parts))]
 
 
@@ -283,7 +283,7 @@ def _matrix_rows(parts: tuple[str, ...]) -> list[str]:
 
 
 def _tensor(parts: tuple[str, ...]) -> list[str]:
-    """cp.async.bulk and its relations."""
+    """Operand lists of cp.async.bulk and its relatives."""
     dim = next((int(part[0]) for part in parts if re.fullmatch(r"\dd", part)), 0)
     four = "tile::gather4" in parts or "tile::scatter4" in parts
     place = f"[l, {{r*{5 if four else dim}}}]"

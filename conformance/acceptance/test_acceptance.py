@@ -1,4 +1,5 @@
-"""The machine takes nothing that ptxas refuses, for any target or PTX version, and the committed page says the rest."""
+"""The machine takes nothing that ptxas refuses, for any target or PTX version; the committed page lists the
+differences."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def found() -> Comparison:
 
 
 def test_every_question_was_asked() -> None:
-    """A new form brings new spellings; ptxas must be asked for them."""
+    """A new form brings new spellings, and ptxas must be asked about them."""
     missing = [one.text() for one in questions() if one not in read_answers().since]
     assert not missing, f"{len(missing)} spellings are not in {DATA.name}: python -m conformance.acceptance: " + (
         "; ".join(missing[:5])
@@ -109,7 +110,7 @@ def test_a_module_is_refused_with_what_it_would_need(target: str, version: str, 
 
 
 def unwitnessed() -> list[str]:
-    """Forms of which ptxas takes a spelling for sm_90a, without a witness on hardware and without a reason."""
+    """Forms that ptxas takes in some spelling for sm_90a, with neither a witness on hardware nor a stated reason."""
     taken: set[Form] = set()
     for question, since in read_answers().since.items():
         if "sm_90a" in since:
@@ -120,7 +121,7 @@ def unwitnessed() -> list[str]:
 
 
 def test_hardware_witnesses_what_ptxas_takes_for_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for a list with reasons, each of which is about a form that has no witness."""
+    """Exceptions are in a list with reasons, and each reason names a form without a witness."""
     left = unwitnessed()
     assert not left, f"ask an H200 (conformance/silicon/README.md), or say why not: {sorted(left)}"
     bare = [form.spelling for form in all_forms() if form not in coverage.hardware()]

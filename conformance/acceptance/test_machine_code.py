@@ -1,4 +1,4 @@
-"""Machine code of instructions that only compute: the same bits as the steps that it was traced from, in every lane."""
+"""Machine code of pure instructions leaves the same bits in every lane as the steps it was traced from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from conformance.acceptance.spellings import REGISTERS, Question, questions_of, 
 _VIEWS = {1: "pred", 16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}
 _COMMON = {"add", "sub", "mul", "mad", "fma", "min", "max", "abs", "neg", "div", "and", "or", "xor", "not", "shl",
            "shr", "shf", "lop3", "popc", "prmt", "mov", "selp", "setp", "set", "slct", "cvt", "ex2", "rcp"}  # fmt: skip
-"""The families of which instructions fill our kernels, and must have machine code."""
+"""The instruction families that fill our kernels; they must have machine code."""
 _SPECIAL = (0, 1, 2, 31, 32, 33, 63, 64, 0x7F, 0x80, 0xFF, 0x3C00, 0x7C00, 0x7C01, 0xFC00, 0xFFFF, 0x3F80_0000,
             0x4B00_0000, 0x7F80_0000, 0x7F80_0001, 0x7FFF_FFFF, 0x8000_0000, 0x8000_0001, 0x0080_0000, 0x807F_FFFF,
             0xFF80_0000, 0xFFFF_FFFF, 0x7F7F_FFFF, 0xC2FC_0000, 0x4000_4000, 0x7C00_FC00, 1 << 63, (1 << 63) - 1,
@@ -35,7 +35,7 @@ _SPECIAL = (0, 1, 2, 31, 32, 33, 63, 64, 0x7F, 0x80, 0xFF, 0x3C00, 0x7C00, 0x7C0
 
 
 class Lanes:
-    """What a step asks of a warp, if it only computes: its registers and its active lanes."""
+    """The part of a warp that a pure step uses: its registers and its active lanes."""
 
     def __init__(self, rows: RegisterRows) -> None:
         self.registers = RegisterFile(rows)
@@ -49,7 +49,7 @@ class Lanes:
 
 
 def _distinct(operand: Operand, types: dict[str, str]) -> Operand:
-    """`operand` with a register of its own at each place; their PTX types are added to `types`."""
+    """Returns `operand` with a new register at each place, and adds their PTX types to `types`."""
     if isinstance(operand, Register):
         name = f"{operand.name}{len(types)}"
         types[name] = REGISTERS[operand.name[1:]][1:]
@@ -69,7 +69,7 @@ def _register(operand: Operand) -> Register:
 
 
 def bound(question: Question) -> tuple[Bound, RegisterRows]:
-    """A question bound to registers of its own. UnknownInstructionError where the machine refuses it."""
+    """Binds a question to registers of its own. UnknownInstructionError if the machine refuses it."""
     types: dict[str, str] = {}
     asked = question.instruction()
     operands = tuple(_distinct(one, types) for one in asked.operands)
@@ -85,7 +85,7 @@ def _bound(instruction: Instruction, rows: RegisterRows) -> tuple[Bound, Registe
 
 
 def computing() -> Iterator[Question]:
-    """A spelling of each form whose instructions only compute, with operands that fit."""
+    """Yields one spelling, with operands that fit, of each form whose instructions are pure."""
     left = {one.spelling for one in all_forms() if one.counter in PURE}
     for question in itertools.chain.from_iterable(questions_of(parts)[:1] for parts in spellings()):
         try:
@@ -99,7 +99,7 @@ def computing() -> Iterator[Question]:
 
 
 def _drawn(draw: np.random.Generator, row: Row) -> Row:
-    """Any bits, numbers at the edges of formats and near these, and small integers."""
+    """Random bits, numbers at or near the edges of formats, and small integers."""
     bits = draw.integers(0, 2**64, row.shape, np.uint64)
     special = np.array(_SPECIAL, np.uint64)[draw.integers(0, len(_SPECIAL), row.shape)]
     near = special + draw.integers(0, 3, row.shape, np.uint64)
@@ -109,8 +109,8 @@ def _drawn(draw: np.random.Generator, row: Row) -> Row:
 
 
 def differing(question: Question, draw: np.random.Generator, trials: int = 4) -> str | None:
-    """Where machine code of what only computes leaves other bits than the step, in all lanes or some; "" if nowhere,
-    None without code."""
+    """Says where machine code leaves other bits than the step, with all or some lanes active. "" if nowhere, None
+    without machine code."""
     item, rows = bound(question)
     if item.form.counter not in PURE:
         return None
@@ -141,7 +141,7 @@ def differing(question: Question, draw: np.random.Generator, trials: int = 4) ->
 
 
 def test_machine_code_leaves_the_bits_of_the_step() -> None:
-    """For each form, on bits at random; and those that kernels live on do have machine code."""
+    """Random bits for each form; and the families in our kernels do have machine code."""
     draw = np.random.default_rng(0)
     found = {question.opcode: differing(question, draw) for question in computing()}
     wrong = {opcode: where for opcode, where in found.items() if where}
@@ -151,7 +151,7 @@ def test_machine_code_leaves_the_bits_of_the_step() -> None:
 
 
 def test_a_wrong_translation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sum that is a difference, and a mask that is not looked at."""
+    """An add that subtracts, and a mask that is ignored."""
     question = next(one for one in computing() if one.opcode.startswith("add."))
     with monkeypatch.context() as patch:
         patch.setattr(lanes, "_KINDS", {})
@@ -168,7 +168,7 @@ def _always(builder: ir.IRBuilder, place: object) -> ir.Constant:
 
 
 def test_a_register_may_be_source_and_destination() -> None:
-    """Of one instruction of each form: machine code is made for operands that are all different."""
+    """Of one instruction of each form, though machine code is made for operands that all differ."""
     types = {"%a": "b32", "%p": "pred"}
     for text in ("add", "sub", "xor", "shl"):
         same = Instruction((text, "u32" if text in ("add", "sub") else "b32"), (Register("%a"),) * 3, None, 1, text)

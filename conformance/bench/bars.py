@@ -1,9 +1,9 @@
-"""How far measured rows are from the bars that were set for them: python -m conformance.bench.bars > results/bars.md.
+"""How far measured rows are from their bars: python -m conformance.bench.bars > results/bars.md.
 
-A bar holds microseconds of one session, all of a row by turns on the same buffers, against a peer, a bare read of its
-bytes, a floor, or the other backend. A layer is held against its own GEMMs as one profile saw both: by turns with
-others, and behind them, a device at its power cap has other clocks. Records are those of `conformance.bench.turns
-record` and of `conformance.gpu.moe_rows`.
+A bar compares microseconds of one session. All contenders of a row run by turns on the same buffers: a peer, a bare
+read of its bytes, a floor, or the other backend. A layer is compared with its own GEMMs within one profile, because a
+device at its power cap has other clocks by turns with other kernels than behind them. Records come from
+`conformance.bench.turns record` and from `conformance.gpu.moe_rows`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ATTENTION: Final = RECORDS / "h200-fmha-rows.json"
 PAGE: Final = ROOT / "results" / "bars.md"
 RAW_PTX_OVER_CUTEDSL: Final = 1.25
 PRODUCT_FLOPS: Final = 775e12
-"""Of a bf16 product of 8192 x 8192 x 8192 on an H200, the session of issue 12's prefill rows."""
+"""Rate of a bf16 product of 8192 x 8192 x 8192 on an H200, in the session of issue 12's prefill rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`us` may be at most `allowed`, which `against` explains."""
+    """`us` may be at most `allowed`; `against` says where that limit comes from."""
 
     row: str
     backend: str
@@ -38,12 +38,12 @@ class Bar:
 
     @property
     def met(self) -> bool:
-        """Whether it is."""
+        """Whether `us` is within the bar."""
         return self.us <= self.allowed
 
     @property
     def over(self) -> float:
-        """By which share of what is allowed it is missed; negative if it is met."""
+        """The share of `allowed` by which the bar is missed; negative if it is met."""
         return self.us / self.allowed - 1
 
 
@@ -51,7 +51,7 @@ Times = Mapping[str, float]
 
 
 def attention_bars(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Bar]:
-    """The bars of a record of attention."""
+    """Yields the bars of a record of attention."""
     spec = load_specs()["fmha"]
     for row, line in rows.items():
         case = spec.parse_case(f"fmha:{row}")
@@ -67,7 +67,7 @@ def attention_bars(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Bar]:
 
 
 def _over_a_bare_read(case: Case, bare: float) -> tuple[float, str] | None:
-    """Microseconds that a row of many keys may take, and what they are made of. None for a row with no such bar."""
+    """The microseconds that a row of many keys may take, and their derivation. None for a row without this bar."""
     hd, t, batch = (case.int(axis) for axis in ("hd", "t", "batch"))
     if case.int("s_k") < 8192:
         return None
@@ -93,17 +93,17 @@ _ROWS_AN_EXPERT: Final = (1, 4, 16, 64, 256)
 FLOORS: Final = {"l1": (277, 278, 281, 343, 1370), "l2": (139, 139, 142, 167, 670)}
 """Microseconds of 48 experts of 7168 / 3072 by _ROWS_AN_EXPERT: their bytes at 4.25 TB/s, or their products."""
 SHARES: Final = (0.85, 0.85, 0.85, 0.70, 0.80)
-"""Of the floors that a GEMM has to reach."""
+"""The share of its floor that a GEMM has to reach, by _ROWS_AN_EXPERT."""
 BESIDE_GEMMS_US: Final = 25
 COPY_RATE: Final = 4.25e12
-"""Bytes a second, read and written, that the floors of issue 13 have."""
+"""Bytes a second, read plus written, behind the floors of issue 13."""
 _PEERS_OF_GEMMS: Final = ("humming", "torch bf16 grouped mm")
 _GEMMS: Final = ("swiglu", "rows")
-"""What the names of a layer's kernels have in them."""
+"""Parts of the names of a layer's GEMM kernels."""
 
 
 def layer_bars(rows: Sequence[Mapping[str, Any]]) -> Iterator[Bar]:
-    """The bars of a record of NVFP4 layers and of their GEMMs."""
+    """Yields the bars of a record of NVFP4 layers and of their GEMMs."""
     spec = load_specs()["nvfp4_moe"]
     for line in rows:
         case = spec.parse_case(line["case"])
@@ -144,7 +144,7 @@ def _short(case: Case) -> str:
 
 
 def page() -> str:
-    """results/bars.md."""
+    """Returns results/bars.md."""
     rows = json.loads(ATTENTION.read_text("utf-8"))
     layers = json.loads(LAYERS.read_text("utf-8"))["sessions"][-1]["rows"]
     parts = (*_attention(rows, list(attention_bars(rows))), "", *_layers(layers, list(layer_bars(layers))))

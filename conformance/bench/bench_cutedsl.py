@@ -1,8 +1,8 @@
 """The cost of compiling a CuTeDSL kernel, beside the bars of issue 3: `nox -s bench -- cutedsl`.
 
-Each compilation runs in a fresh process with its own cache folder. The benchmark's time is that of the whole process.
-`extra_info` has the bar, and the seconds from the request for the kernel to its return, with the import of CuTeDSL.
-No test asserts a time.
+Each compilation runs in a fresh process with its own cache folder, and the benchmark times the whole process.
+`extra_info` has the bar, and the seconds from the request for the kernel to its return, including the import of
+CuTeDSL. No test asserts a time.
 """
 
 from __future__ import annotations

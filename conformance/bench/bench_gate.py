@@ -36,7 +36,7 @@ COUNTERS = {f"instructions_{kind}": 1234 for kind in KINDS} | {"useful_flops": 1
 
 
 def _timed(benchmark: BenchmarkFixture, command: Sequence[str], read: Sequence[Path]) -> None:
-    """Three runs of `megamoe` with `command`, which reads the files `read`; it must succeed."""
+    """Runs `megamoe` with `command` three times. It reads the files `read` and must succeed."""
     spent: list[float] = []
 
     def run() -> int:

@@ -1,7 +1,7 @@
 """The cost of the harness itself, beside the bars of issue 5: `nox -s bench -- harness`.
 
 Collection of 10,000 rows is timed in a fresh process, with imports. The overhead of a row is everything but inputs,
-references, build and execution: memory, hashes, comparison, record. An executor whose outputs are ready replaces the
+references, build and execution: memory, hashes, comparison, record. A fake executor with its outputs ready replaces the
 VM. `extra_info` has the bar and the processor time, which other processes do not change. No test asserts a time.
 """
 
@@ -68,7 +68,7 @@ def test_collection_of_instant_rows(benchmark: BenchmarkFixture, tmp_path: Path)
 
 
 def test_rows_of_instant_cases(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    """From the file of a spec to the rows owed: what every command pays first."""
+    """From a spec file to the rows owed: every command pays this first."""
     folder = instant.write_spec(tmp_path)
     selection = Selection(backends=(f"{ROOM}:READY",))
     rows = benchmark.pedantic(lambda: owed_rows(load_specs(folder), selection), rounds=3, iterations=1)
@@ -78,7 +78,7 @@ def test_rows_of_instant_cases(benchmark: BenchmarkFixture, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("case", CASES)
 def test_overhead_of_a_row(benchmark: BenchmarkFixture, case: str) -> None:
-    """The judge around an execution that costs nothing, on inputs and references of the round before."""
+    """The judge around an execution that costs nothing, with inputs and references of the previous round."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -91,7 +91,7 @@ def test_overhead_of_a_row(benchmark: BenchmarkFixture, case: str) -> None:
 
 
 def test_writing_a_record(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    """One line, forced to the disk."""
+    """One line, synced to disk."""
     record = judge(_row(CASES[0]), "run")
     with RecordWriter(tmp_path / "records.jsonl") as writer:
         benchmark.pedantic(writer.append, args=(record,), rounds=50, iterations=1)
@@ -99,7 +99,7 @@ def test_writing_a_record(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
 
 
 def test_rows_through_a_worker(benchmark: BenchmarkFixture) -> None:
-    """A hundred rows of one case through the pool, from the first record to the last: no worker start-up."""
+    """A hundred rows of one case through the pool, from the first record to the last, without worker start-up."""
     rows = [_row(CASES[0])._replace(schedule=f"random:{seed}") for seed in range(101)]
 
     def hundred() -> float:

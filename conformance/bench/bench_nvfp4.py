@@ -1,7 +1,7 @@
 """Throughput of the NVFP4 codec on one core, beside the bar of issue 4: `nox -s bench -- nvfp4`.
 
-`extra_info` holds the bar, and MB/s of bf16 a core by processor time, which other processes do not change, and by the
-clock. No test asserts a time.
+`extra_info` holds the bar, and MB/s of bf16 a core by wall clock and by processor time, which other processes do not
+change. No test asserts a time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_quantise(benchmark: BenchmarkFixture, weight: torch.Tensor) -> None:
 
 
 def test_quantise_and_swizzle_per_token(benchmark: BenchmarkFixture, weight: torch.Tensor) -> None:
-    """Like activations: find a global scale for each row first, and swizzle the block scales."""
+    """As for activations: first find a global scale for each row, then also swizzle the block scales."""
 
     def work() -> None:
         codes, sf = quantise(weight, global_scale(weight, per=1))

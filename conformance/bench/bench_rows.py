@@ -1,14 +1,14 @@
 """Rows as benchmarks: `nox -s bench`, `nox -s bench -- --executor gpu --backend ptx --where hd=128`.
 
-On a device, a benchmark is the device time of one row at one temperature of the L2, taken by turns with the other
+On a device, a benchmark is the device time of one row with a cold or a hot L2, measured by turns with the other
 backends of the same case. Without a device, it is one round of the VM and the judge on this host: do not compare that
-time with a device's. `extra_info` has what counts there: the VM's counters and the compiler figures.
+time with a device's. `extra_info` then has the useful numbers: the VM's counters and the compiler figures.
 
 A wrong row has no time: its benchmark fails. It is skipped if there is no such kernel or machine.
 
-pytest-benchmark is handed known times: a clock that we set, in its `pedantic` mode. It reads its timer once before and
-once after each round; between the two we advance the clock by one sample. The timer of a fixture is private (`_timer`):
-conformance/meta/bench/test_device_clock.py checks the pinned version against these assumptions.
+pytest-benchmark gets the known times through a clock that we set, in its `pedantic` mode. It reads its timer once
+before and once after each round; between the two we advance the clock by one sample. The timer of a fixture is private
+(`_timer`): conformance/meta/bench/test_device_clock.py checks the pinned version against these assumptions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ pytestmark = pytest.mark.filterwarnings(
 def test_row(
     benchmark: BenchmarkFixture, bench_run: BenchRun, case: Case, row: Row, temperature: Temperature | None
 ) -> None:
-    """The time of `row`, and all facts about it."""
+    """Reports the time of `row` and its facts."""
     outcome = bench_run.outcome(row)
     timing = next((one for one in outcome.timings if one.temperature == temperature), None)
     said = timing or outcome.record

@@ -119,7 +119,7 @@ def test_parse_module(benchmark: BenchmarkFixture, hd: int) -> None:
 
 
 def test_load_module_again(benchmark: BenchmarkFixture) -> None:
-    """Loading a decoded module again costs a look-up."""
+    """Loading a decoded module again costs one look-up."""
     ptx = _ptx(64)
     first = load(ptx)
     assert benchmark(load, ptx) is first, "the decoded module was not kept"
@@ -131,7 +131,7 @@ def _ptx(hd: int) -> str:
 
 
 def test_instruction_rate(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    """Warp instructions of one cell; `extra_info` has the rate at which the VM executed them."""
+    """Warp instructions of one cell; `extra_info` has the VM's rate."""
     records = tmp_path / "one.jsonl"
     arguments = ["run", "--case", "fmha:hd=128,t=128,s_k=1024", "--backend", "ptx", "--output", str(records)]
     _command(benchmark, arguments, 60, None)

@@ -1,6 +1,6 @@
-"""Options of the benchmarks of rows: which rows, and where results go; and the one run behind a session.
+"""Options of the row benchmarks: which rows, and where results go; and the single run behind a session.
 
-`--case`, `--where` and `--schedule` are those of conformance/conftest.py.
+`--case`, `--where` and `--schedule` are defined in conformance/conftest.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Silences pytest-benchmark about rows that fail before they have a time."""
+    """Silences pytest-benchmark's warning about rows that fail before they have a time."""
     from pytest_benchmark.logger import PytestBenchmarkWarning
 
     config.addinivalue_line("filterwarnings", "ignore::pytest_benchmark.logger.PytestBenchmarkWarning")
@@ -60,7 +60,7 @@ def selection_of(config: pytest.Config) -> Selection:
     case, where = config.option.case, config.option.where
     if case and (config.option.profile or config.option.op):
         raise pytest.UsageError("--case names its own row: drop --profile and --op")
-    # Looking for a device imports torch.
+    # Looking for a device imports torch, so do it only when needed.
     executors = tuple(config.option.executor) or default_executors()
     return Selection(
         config.option.profile or ("smoke" if executors == ("vm",) else "gpu"),
@@ -75,7 +75,7 @@ def selection_of(config: pytest.Config) -> Selection:
 
 
 def shard_of(config: pytest.Config, rows: Sequence[Row], selection: Selection) -> tuple[Sequence[Row], Shard | None]:
-    """The rows that the options leave, and what the header says of that. SelectionError for a shard that is none."""
+    """The rows left by the options, and the shard for the header. SelectionError for an invalid shard."""
     if config.option.shard is None:
         return rows, None
     nth = Nth.parse(config.option.shard, config.option.run_set)
@@ -84,7 +84,7 @@ def shard_of(config: pytest.Config, rows: Sequence[Row], selection: Selection) -
 
 
 def default_executors() -> tuple[str, ...]:
-    """`gpu` where it can run some target, else `vm`."""
+    """`gpu` if it can run some target, else `vm`."""
     from megamoe.contract import TARGETS, UnsupportedError, load_executor
 
     try:
@@ -95,7 +95,7 @@ def default_executors() -> tuple[str, ...]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One benchmark a row, or two, cold and hot, if the executor has a clock."""
+    """One benchmark a row, or two (cold and hot) if the executor has a clock."""
     if "row" not in metafunc.fixturenames:
         return
     config = metafunc.config
@@ -127,13 +127,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config) -> None:
-    """UsageError for options that select nothing. Raised during generation of tests, it would print a traceback."""
+    """UsageError for options that select nothing. Raised while tests are generated, it would print a traceback."""
     if _WRONG in config.stash:
         raise pytest.UsageError(config.stash[_WRONG])
 
 
 def measurements(rows: Sequence[Row], run: BenchRun) -> list[tuple[Row, Temperature | None]]:
-    """Each row with each temperature that it has a time at, or with None if its executor has no clock."""
+    """Each row with each temperature at which it is timed, or with None if its executor has no clock."""
     found: list[tuple[Row, Temperature | None]] = []
     for row in rows:
         if row in run.timed:
@@ -150,13 +150,13 @@ def row_id(row: Row, temperature: Temperature | None) -> str:
 
 @pytest.fixture(scope="session")
 def bench_run(pytestconfig: pytest.Config) -> Iterator[BenchRun]:
-    """The run behind all rows. It measures as rows are asked for."""
+    """The run behind all rows. It measures a row when a benchmark requests it."""
     with pytestconfig.stash[_RUN] as run:
         yield run
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Adds what a time depends on: the device as its driver describes it, and versions of software."""
+    """Adds what a time depends on: the driver's description of the device, and software versions."""
     run = config.stash.get(_RUN, None)
     if run is None:
         return
@@ -166,7 +166,7 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Adds the run that the file belongs to."""
+    """Adds the run to which the file belongs."""
     run = config.stash.get(_RUN, None)
     if run is not None:
         output_json["megamoe"] = {

@@ -28,13 +28,13 @@ from megamoe.spec.spec import DEFAULT_THRESHOLD
 FORMAT = "megamoe-false-alarms-1"
 MAX_FALSE_ALARMS = 0.01
 PLANTED = (1.05, 1.1, 1.2)
-"""Slowdowns that are planted in the second run of each consecutive pair, to see how many are noticed."""
+"""Slowdowns planted in the second run of each consecutive pair, to see how many are noticed."""
 ALARMS: tuple[Call, ...] = ("SLOWER", "FASTER")
 
 
 @dataclass(slots=True)
 class Tally:
-    """A tally over many comparisons of timings: rows by call, and the false alarms themselves."""
+    """Counts rows by call over many comparisons, and keeps the false alarms."""
 
     pairs: int = 0
     counts: Counter[Call] = field(default_factory=Counter[Call])
@@ -50,7 +50,7 @@ class Tally:
 
     @property
     def share(self) -> float:
-        """False alarms among all rows."""
+        """The share of false alarms among all rows."""
         return len(self.alarms) / max(1, self.counts.total())
 
     def as_json(self) -> dict[str, object]:
@@ -115,7 +115,7 @@ def _timed_at(rows: Iterable[ComparedRow], temperature: str) -> list[ComparedRow
 
 
 def _at_default_threshold(rows: Iterable[ComparedRow]) -> list[ComparedRow]:
-    """The calls of the rows if no spec had its own threshold."""
+    """Calls the rows as if no spec had its own threshold."""
     intervals = [(row, row.low, row.high) for row in rows]
     return [
         replace(row, call=called(low, high, DEFAULT_THRESHOLD))

@@ -1,8 +1,8 @@
 """Benchmarks that need a device, in sections: python3 -m conformance.bench.on_device OUT SECTION...
 
-Each section is a session of bench_rows.py (A/A: ten sessions) in its own process, ended after its share of time.
-Records and pytest-benchmark's JSON go to OUT, packed as OUT/SECTION.tar.gz. The exit status is that of the worst
-section. A row that fails counts, so look at the records.
+Each section is a session of bench_rows.py (A/A: ten sessions) in its own process, stopped after its share of time.
+Records and pytest-benchmark's JSON go to OUT, packed as OUT/SECTION.tar.gz. The exit status is the worst section's. A
+failing row makes it nonzero, so look at the records.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECTIONS: dict[str, tuple[float, int, tuple[str, ...]]] = {
         ("--op", "fmha", "--profile", "gpu", "--where", "hd=64|128,t=1|128,s_k=128|512,heads=1,window=null"),
     ),
     "decode": (420.0, 1, ("--op", "fmha", "--profile", "gpu", "--where", "s_k=8192|32768")),
-    # The second GEMM of one rank's experts, with 1, 4, 16, 64 and 256 rows each: peers have this on Hopper.
+    # The second GEMM of one rank's experts, with 1, 4, 16, 64 and 256 rows each: the peers that run on Hopper have it.
     "gemms": (
         300.0,
         1,
@@ -50,7 +50,7 @@ SECTIONS: dict[str, tuple[float, int, tuple[str, ...]]] = {
 
 
 def session(out: Path, name: str, options: tuple[str, ...], seconds: float) -> int:
-    """Runs one session of bench_rows.py. Returns its exit status, 124 if its time ran out."""
+    """Runs one session of bench_rows.py. Returns its exit status, or 124 if its time ran out."""
     command = [
         sys.executable,
         "-m",
@@ -94,7 +94,7 @@ def section(out: Path, name: str) -> int:
 
 
 def main() -> int:
-    """Runs the sections asked for, or all."""
+    """Runs the requested sections, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], default=list(SECTIONS))

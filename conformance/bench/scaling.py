@@ -1,10 +1,9 @@
-"""How a run scales over nodes: `nox -s ray -- scaling` renews results/records/scaling.json, of which docs/scaling.md
-tells.
+"""How a run scales over nodes: `nox -s ray -- scaling` renews results/records/scaling.json for docs/scaling.md.
 
-Each node is a Ray node of this host with one `vm`, pinned to a core of its own; the command and the head share all
-cores. The times are of when lines arrive in the record file, so they are what a user waits for. What does not shrink
-with nodes: `header_s` (start of Python, selection, digests), `first_s` (the cluster is joined, its processes start and
-the first row is judged) and `tail_s` (agreements, compiler figures, verdict). The rest, `rows_s`, is shared out.
+Each node is a Ray node of this host with one `vm`, pinned to its own core; the command and the head share all cores.
+Times are taken when lines arrive in the record file: the user waits for these. Three parts do not shrink with nodes:
+`header_s` (start of Python, selection, digests), `first_s` (the cluster is joined, its processes start and the first
+row is judged) and `tail_s` (agreements, compiler figures, verdict). The rest, `rows_s`, is spread over the nodes.
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Wall-clock seconds of one run on `nodes` nodes. `judged_s`: the sum of the judge's host seconds of all rows.
+    """Wall-clock seconds of one run on `nodes` nodes. `judged_s`: the judge's host seconds summed over all rows.
 
-    `longest_s`: those of the longest row, below which no number of nodes comes. `load`: of the machine, over a minute.
+    `longest_s`: host seconds of the longest row, a lower limit for any number of nodes. `load`: the machine's, over a
+    minute.
     """
 
     nodes: int
@@ -54,12 +54,12 @@ class Scaled:
 
     @property
     def wall_s(self) -> float:
-        """From the command's start to its end."""
+        """Seconds from the command's start to its end."""
         return self.header_s + self.first_s + self.rows_s + self.tail_s
 
 
 def scaled(nodes: int, folder: Path, options: Sequence[str] = OPTIONS) -> Scaled:
-    """One run on a fresh cluster of `nodes`. RuntimeError if a row did not pass."""
+    """Runs once on a fresh cluster of `nodes`. RuntimeError if a row did not pass."""
     cores = sorted(os.sched_getaffinity(0))
     cluster = import_module("ray.cluster_utils").Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}

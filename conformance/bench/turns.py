@@ -1,17 +1,17 @@
-"""Kernels of attention in turns on the same buffers, on a device whose time is dear.
+"""Attention kernels by turns on the same buffers, on a device whose time is scarce.
 
     python3 -m conformance.bench.turns pack FILE [paged]         # where CuTeDSL compiles: no device is needed
     python3 -m conformance.bench.turns time FILE OUT.json [SECONDS]    # on the device
     python3 -m conformance.bench.turns record OUT.json RECORD.json     # times as results/records holds them
 
-FILE has the programs of some rows, by row and by name: `pack` puts both backends there for the decode and prefill
-rows of specs/fmha.yaml and some small ones; with `paged` CuTeDSL's of a few rows in each form that keys may lie in.
-Another script may make such a file of other plans: `packed` writes it. A name that ends in a form is of a program that
-takes the row's numbers in that form: "ours page 64".
+FILE has the programs of some rows, by row and by name. `pack` stores both backends' programs for the decode and prefill
+rows of specs/fmha.yaml and some small ones; with `paged`, CuTeDSL's programs of a few rows in each layout of the keys.
+Another script may write such a file of other plans with `packed`. A name that ends in a layout belongs to a program
+that takes the row's numbers in that layout: "ours page 64".
 
-`time` holds each result against float64 and, over all of it, against the first kernel of its row; then it takes medians
-of ROUNDS x SAMPLES samples, each kernel at every place of the order, after a flush that reads. A peer that refuses a
-row, or is not installed, is left out; `bad` in OUT says what failed.
+`time` compares each result with float64 and, over the whole output, with the first kernel of its row. Then it takes
+medians of ROUNDS x SAMPLES samples, each kernel at every place of the order, after a flush that reads. A peer that
+refuses a row, or is not installed, is left out; `bad` in OUT says what failed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Packed = dict[str, dict[str, "Program | HostProgram"]]
 ROUNDS, SAMPLES = 6, 5
 SECONDS = 120.0
 MAX_ERROR, MAX_LSE_ERROR, MAX_APART = 6e-3, 1e-3, 8e-3
-"""Relative error of o, absolute error of lse, relative distance of o from that of the first kernel."""
+"""Limits: relative error of o, absolute error of lse, relative distance of o from the first kernel's."""
 CHECKED_HEADS = 4
-"""Query heads of the first sequence that are held against float64."""
+"""Query heads of the first sequence that are compared with float64."""
 CHECKED_SCORES = 1 << 26
 SMALL = (
     *(f"hd={hd},t={t},s_k={s_k}" for hd in (64, 128) for t in (1, 128) for s_k in (128, 512)),
@@ -54,26 +54,26 @@ PAGED = {
     "hd=512,t=1,s_k=4096,batch=64,heads=128,kv=latent": ("ragged", "page 64"),
     "hd=128,t=512,s_k=4096,batch=8,heads=32,kv_heads=8,causal=true": ("ragged", "page 64"),
 }
-"""Rows whose keys lie in other forms too: sequences behind each other, in pages of so many keys in a random order."""
+"""Rows timed in other key layouts too: packed sequences, and pages of so many keys in a random order."""
 FORM = re.compile(r" (ragged|page \d+)$")
 OURS, PTX, BEFORE = "ours", "ptx", "before"
 PEERS = ("cudnn", "cudnn folded", "sdpa flash", "fa3", "fa4", "cudnn-frontend")
 
 
 def rows() -> list[str]:
-    """The rows of `pack`: small ones, decode, prefill."""
+    """Rows of `pack`: small ones, decode, prefill."""
     spec = load_specs()["fmha"]
     small = [spec.parse_case(f"fmha:{row}") for row in SMALL]
     return [case.id.removeprefix("fmha:") for case in (*small, *spec.matrices["decode"], *spec.matrices["prefill"])]
 
 
 def packed(programs: Packed, path: Path) -> None:
-    """Writes `programs`, a name's program by row."""
+    """Writes `programs`: by row, a program for each name."""
     path.write_bytes(lzma.compress(pickle.dumps(programs), preset=3))
 
 
 def pack(path: Path) -> None:
-    """Both backends' programs of `rows`."""
+    """Packs both backends' programs of `rows`."""
     from backends.cutedsl import BACKEND as CUTEDSL
     from backends.ptx import BACKEND as RAW_PTX
 
@@ -86,7 +86,7 @@ def pack(path: Path) -> None:
 
 
 def pack_paged(path: Path) -> None:
-    """CuTeDSL's programs of PAGED."""
+    """Packs CuTeDSL's programs of PAGED."""
     from backends.cutedsl import BACKEND as CUTEDSL
 
     spec, programs = load_specs()["fmha"], Packed()
@@ -100,14 +100,14 @@ def pack_paged(path: Path) -> None:
 
 
 def in_form(case: Case, form: str) -> str:
-    """The axes of a row whose sequences all have `t` and `s_k`, in a form of PAGED."""
+    """The axes of a row in a layout of PAGED; all its sequences have `t` queries and `s_k` keys."""
     batch, t, s_k = (case.int(name) for name in ("batch", "t", "s_k"))
     axes = f"{case.id.removeprefix('fmha:')},ragged=true,total_q={batch * t},total_k={batch * s_k}"
     return axes if form == "ragged" else f"{axes},page_size={form.removeprefix('page ')}"
 
 
 def peers(case: Case) -> dict[str, PythonProgram]:
-    """The peers that take `case` and are installed, by their names in records."""
+    """The installed peers that take `case`, by their names in records."""
     from backends.peers import attention
 
     torch_kernels = (attention.CUDNN, attention.CUDNN_FOLDED, attention.FLASH)
@@ -144,7 +144,7 @@ def tensors_of(case: Case) -> Tensors:
 
 
 def formed(case: Case, tensors: Tensors, form: str) -> Tensors:
-    """`tensors` in a form of PAGED."""
+    """Returns `tensors` in a layout of PAGED."""
     batch, t, s_k = (case.int(axis) for axis in ("batch", "t", "s_k"))
     page_size = 0 if form == "ragged" else int(form.removeprefix("page "))
 
@@ -165,7 +165,7 @@ def formed(case: Case, tensors: Tensors, form: str) -> Tensors:
 
 
 def oracle(case: Case, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse of the first heads of the first sequence in float64."""
+    """Computes o and lse of the first heads of the first sequence in float64."""
     t, s_k, hd = (case.int(name) for name in ("t", "s_k", "hd"))
     most = max(1, min(CHECKED_HEADS, CHECKED_SCORES // (t * s_k)))
     group = case.int("heads") // case.int("kv_heads")
@@ -180,7 +180,7 @@ def oracle(case: Case, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def time_row(case: Case, programs: Mapping[str, Program | HostProgram]) -> dict[str, Any]:
-    """Errors and samples of each kernel of a row, and of a bare read of its keys and values."""
+    """Errors and samples of each kernel of a row, and times of a bare read of its keys and values."""
     from backends.gpu.bare_read import bare_read_us
     from backends.gpu.executor import EXECUTOR
     from backends.gpu.stopwatch import DeviceStopwatch
@@ -243,7 +243,8 @@ def time_row(case: Case, programs: Mapping[str, Program | HostProgram]) -> dict[
 
 
 def time_rows(path: Path, out: Path, seconds: float) -> int:
-    """Times the rows of a file until the seconds are over. The number of rows that have something bad, or were left."""
+    """Times the rows of a file until the seconds are over. Returns how many rows have something bad or were not
+    timed."""
     programs: Packed = pickle.loads(lzma.decompress(path.read_bytes()))
     began, spec = time.monotonic(), load_specs()["fmha"]
     found: dict[str, Any] = {}
@@ -276,7 +277,8 @@ def time_rows(path: Path, out: Path, seconds: float) -> int:
 
 
 def record(out: Path, target: Path) -> None:
-    """Times and errors without the samples. `us`: OURS, the kernel BEFORE it where there is one, and the peers."""
+    """Writes times and errors without the samples. `us`: OURS, the kernel BEFORE it where there is one, and the
+    peers."""
     found = json.loads(out.read_text("utf-8"))
     spec = load_specs()["fmha"]
     lines: dict[str, Any] = {}
@@ -296,14 +298,14 @@ def record(out: Path, target: Path) -> None:
 
 
 def _tera_flops(case: Case) -> float:
-    """Products of a row; pairs that a causal mask hides are not counted."""
+    """Products of a row, without the pairs that a causal mask hides."""
     t, s_k = case.int("t"), case.int("s_k")
     pairs = sum(max(s_k - t + i + 1, 0) for i in range(t)) if case["causal"] else t * s_k
     return 4.0 * case.int("batch") * case.int("heads") * case.int("hd") * pairs / 1e12
 
 
 def main(words: list[str]) -> int:
-    """The command line. The exit status is 1 if a row has something bad or was left, 2 for unusable words."""
+    """Runs the command line. The exit status is 1 if a row has something bad or was not timed, 2 for unusable words."""
     match words:
         case ["pack", path]:
             pack(Path(path))

@@ -1,4 +1,4 @@
-"""Every fake: backends, executors, devices, records and matrices that never were.
+"""Every fake: backends, executors, devices, made-up records and matrices.
 
 `simulated_device` is an executor whose kernels have times with a noise that the test picks; `timeline` stands in for
 torch.cuda, so that the real stopwatch runs on it.

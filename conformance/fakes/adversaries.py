@@ -1,7 +1,7 @@
-"""Backends that try to be believed without having computed anything, and a device that does what their programs say.
+"""Backends that try to pass without computing anything, and a device that does what their programs say.
 
 Each is an attack of conformance/meta/judge/test_attacks.py. `DEVICE` is an emulator as in conformance.fakes.backends;
-it keeps in mind what a kernel with a memory of its own would keep. A backend acts in the process that builds.
+it remembers what a kernel with memory of its own would keep. A backend acts in the process that builds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megamoe.contract import AnyProgram, Case, Program, Target, load_backend
 from megamoe.ops import reference
 
 CHILD = "600.0625"
-"""How long a child sleeps that is left behind: a number by which it is found."""
+"""Seconds that an orphaned child sleeps: the odd number identifies it."""
 WRONG, RIGHT = "wrong", "right"
 
 _KEPT: dict[str, dict[str, torch.Tensor]] = {}
@@ -86,7 +86,7 @@ DEVICE = FakeExecutor(_emulate, "device", counters={"instructions": 7})
 
 @dataclass(frozen=True)
 class Adversary:
-    """Does something when it builds, and then hands over `kernel`."""
+    """Does something when it builds, and then returns `kernel`."""
 
     act: Callable[[], object] = lambda: None
     kernel: str = RIGHT
@@ -101,7 +101,7 @@ class Adversary:
 
 
 class TwoFaces(Program):
-    """A program whose text is wrong when it is first read, and right from then on."""
+    """A program whose text is wrong on the first read and right from then on."""
 
     reads = 0
 
@@ -133,7 +133,7 @@ class Doubleton(Adversary):
 
 
 class Builds(Adversary):
-    """Hands over whatever it was given."""
+    """Returns whatever it was given."""
 
     def __init__(self, what: object) -> None:
         object.__setattr__(self, "what", what)
@@ -144,7 +144,7 @@ class Builds(Adversary):
 
 
 class Relabelled(Adversary):
-    """The kernel of another target under the name of this one. `text`: in the text too."""
+    """The kernel of another target under this target's name. `text`: renames the target in the PTX too."""
 
     def __init__(self, text: bool) -> None:
         object.__setattr__(self, "text", text)
@@ -201,7 +201,7 @@ def _in_a_thread(act: Callable[[], object]) -> None:
     thread.join()
 
 
-# A small process forks: a fork of one that holds torch takes twenty times as long, and so does its end.
+# A small process forks: forking a process that holds torch takes twenty times as long, and so does ending it.
 _FORKS = f"""
 import os, time
 for _ in range(1200):

@@ -1,7 +1,7 @@
 """Backends that write a name and a case into their programs, and an executor that does what the name says.
 
 Here the names are ways to misbehave; conformance.fakes.fmha and nvfp4_moe have styles and faults of a kernel. Workers
-find each by name, as `conformance.fakes.backends:RAISES`, the way a user brings a backend.
+import each by name, as `conformance.fakes.backends:RAISES`, like a user's backend.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class NamedBackend:
-    """Writes `name`, a style or a fault, and the case into the program. `op`: the only one it has, None for any.
+    """Writes `name`, a style or a fault, and the case into the program. `op`: its only op; None for any.
 
-    It acts on three names itself, in `build`: "raises", "declines" and "nothing".
+    `build` itself acts on three names: "raises", "declines" and "nothing".
     """
 
     name: str
@@ -51,9 +51,9 @@ class NamedBackend:
 
 
 class Emulate(Protocol):
-    """Writes the outputs of `case` into `tensors`, as the style or with the fault `name` makes them.
+    """Writes the outputs of `case` into `tensors`, in the style or with the fault `name`.
 
-    `run` counts the runs of the executor. Returns the rule of the machine that was broken, if one was.
+    `run` counts the runs of the executor. Returns the machine rule that was broken, or None.
     """
 
     def __call__(self, case: Case, tensors: Tensors, name: str, schedule: str, run: int) -> str | None: ...
@@ -61,7 +61,7 @@ class Emulate(Protocol):
 
 @dataclass(eq=False)
 class FakeExecutor:
-    """Emulates what the program names. It counts its runs: that is the history which leaks."""
+    """Emulates what the program names. It counts its runs: this history leaks into results."""
 
     emulate: Emulate
     name: str = "fake"
@@ -154,7 +154,7 @@ def _misbehave(case: Case, tensors: Tensors, name: str, schedule: str, run: int)
 
 
 def write_files(request: Frame) -> Frame:
-    """What a runner is asked: writes `bytes` of memory to files, over and over the same one, in a child if `forks`."""
+    """Request to a runner: writes `bytes` of memory to a file, over and over the same place, in a child if `forks`."""
     if request.told["forks"] and os.fork():
         os.wait()
         return Frame({})
@@ -169,7 +169,7 @@ def write_files(request: Frame) -> Frame:
 
 
 def have_children(request: Frame) -> Frame:
-    """What a runner can be asked: has `count` children, in sessions of their own, for some `seconds`."""
+    """Request to a runner: has `count` children, in sessions of their own, for some `seconds`."""
     if all(os.fork() for _ in range(request.told["count"])):
         time.sleep(request.told["seconds"])
         return Frame({})
@@ -179,7 +179,7 @@ def have_children(request: Frame) -> Frame:
 
 
 def hold_memory(request: Frame) -> Frame:
-    """What a runner can be asked: holds `bytes` of memory for a while."""
+    """Request to a runner: holds `bytes` of memory for a while."""
     held = bytearray(request.told["bytes"])
     held[::4096] = b"x" * len(held[::4096])
     time.sleep(request.told["seconds"])
@@ -187,7 +187,7 @@ def hold_memory(request: Frame) -> Frame:
 
 
 def die_at_start(environment: Mapping[str, str], module: str) -> None:
-    """A `start_worker` that dies."""
+    """A `start_worker` that exits at once."""
     os._exit(9)
 
 

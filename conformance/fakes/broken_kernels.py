@@ -67,7 +67,7 @@ FAULTS: Final[Mapping[int, tuple[str, str]]] = {
     3: ("hangs", "mov.u32 %x, 1000;\nAGAIN: nanosleep.u32 %x;\nbra AGAIN;"),
     5: ("traps", "trap;"),
     7: ("stores to an odd address", "add.u64 %p, %p, 1; st.global.u32 [%p], 1;"),
-    # The VM finds a loop in which nothing changes by itself; here a register does.
+    # The VM detects a loop in which nothing changes; here a register does.
     11: (
         "polls, and counts how often",
         "st.global.u32 [%p], 7;\nmov.u32 %x, 0;\n"
@@ -80,7 +80,7 @@ TOO_MUCH_SMEM: Final = 300_000
 
 @dataclass(frozen=True)
 class Simulated:
-    """The op's simulated reference, computed by torch on the device and written into the outputs."""
+    """The op's simulated reference, computed by torch on the device and written to the outputs."""
 
     case: Case
     tensors: Mapping[str, torch.Tensor]
@@ -95,9 +95,9 @@ class Simulated:
 
 
 class FaultyBackend:
-    """FMHA on sm_90a: FAULTS by seed; any other seed computes the right answer.
+    """FMHA on sm_90a: the seed picks one of FAULTS; any other seed computes the right answer.
 
-    `megamoe run --backend conformance.fakes.broken_kernels:FAULTY --executor gpu` judges its rows as any other's.
+    `megamoe run --backend conformance.fakes.broken_kernels:FAULTY --executor gpu` judges its rows like any other's.
     """
 
     name = "faulty"
@@ -124,7 +124,7 @@ REFUSED_SEED = 3
 
 
 class LostDevice:
-    """An executor with a device that a kernel can break: no later program of the process runs.
+    """An executor whose device a kernel can break: no later program of the process runs.
 
     It computes the simulated reference. Seeds 1 and 4 break the device; seed 3 is refused and breaks nothing.
     """

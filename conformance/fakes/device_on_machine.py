@@ -1,6 +1,6 @@
-"""A device whose memory is the host's: programs that are loaded on it run in the virtual machine.
+"""A device whose memory is the host's: programs loaded on it run in the virtual machine.
 
-It sees addresses only, as a driver does, and knows how large each allocation is.
+Like a driver, it sees only addresses, and it knows the size of each allocation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megamoe.torch_ops import calls
 class MachineDevice:
     """An executor that loads programs.
 
-    `done`: how often it prepared and launched. `made`: what it was asked for. `given`: addresses of the last launch.
-    `stream`: the current one. `order`: what was asked of streams, in turn.
+    `done`: counts of prepares and launches. `made`: tensors that it allocated. `given`: addresses of the last launch.
+    `stream`: the current one. `order`: stream operations, in order.
     """
 
     name: str = "gpu"
@@ -42,31 +42,31 @@ class MachineDevice:
     capturing: bool = False
 
     def unavailable(self, target: str) -> str | None:
-        """It is an H200."""
+        """Takes only sm_90a, like an H200."""
         return None if target == "sm_90a" else f"this device is an sm_90a, not {target}"
 
     def run(self, program: AnyProgram, tensors: Any, options: Any) -> Any:
-        """Nobody asks."""
+        """Never called."""
         raise NotImplementedError
 
     def load(self, program: AnyProgram, names: Sequence[str]) -> LoadedOnMachine:
-        """`program` in a machine of its own."""
+        """Loads `program` in a machine of its own."""
         assert isinstance(program, Program)
         return LoadedOnMachine(self, program, tuple(names), open_machine("vm", program.target))
 
     def know(self, *tensors: torch.Tensor) -> None:
-        """Tensors of this device's memory."""
+        """Registers tensors as memory of this device."""
         for one in tensors:
             self.sizes[one.data_ptr()] = max(1, one.nbytes)
             weakref.finalize(one, self.sizes.pop, one.data_ptr(), None)
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, of this device's memory."""
+        """Registers `tensor` and returns it."""
         self.know(tensor)
         return tensor
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor."""
+        """Returns a new tensor with all bytes 0xFF."""
         made = torch.empty_strided(shape, strides, dtype=dtype)
         made.view(torch.uint8).fill_(0xFF)
         self.know(made)
@@ -74,13 +74,13 @@ class MachineDevice:
         return made
 
     def live(self) -> int:
-        """Tensors that it has made and that somebody holds."""
+        """Counts its allocated tensors that are still referenced."""
         return sum(one() is not None for one in self.made)
 
 
 @dataclass
 class LoadedOnMachine:
-    """megamoe.contract.LoadedProgram."""
+    """Stands in for megamoe.contract.LoadedProgram."""
 
     device: MachineDevice
     program: Program
@@ -88,13 +88,13 @@ class LoadedOnMachine:
     machine: KernelMachine
 
     def prepare(self, addresses: Sequence[int], stream: int) -> None:
-        """Runs what the program does once."""
+        """Runs the program's preparation."""
         self.device.done["prepared"] += 1
         self.device.order.append(("prepare", stream))
         self._run(self.program.prepare, addresses)
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
-        """Runs its launches."""
+        """Runs the program's launches."""
         if self.device.fails:
             raise RuntimeError("the driver refuses")
         self.device.done["launched"] += 1
@@ -127,30 +127,30 @@ class LoadedOnMachine:
 
 @dataclass
 class StreamOfMachine:
-    """torch.cuda.Stream."""
+    """Stands in for torch.cuda.Stream."""
 
     device: MachineDevice
     number: int
 
     def wait_event(self, event: EventOfMachine) -> None:
-        """Its work comes after what `event` has recorded."""
+        """Orders its later work after what `event` has recorded."""
         self.device.order.append(("wait", self.number, event.recorded))
 
 
 @dataclass
 class EventOfMachine:
-    """torch.cuda.Event. `recorded`: the stream."""
+    """Stands in for torch.cuda.Event. `recorded`: the stream."""
 
     recorded: int = -1
 
     def record(self, stream: StreamOfMachine) -> None:
-        """Stands behind the work of `stream`."""
+        """Records the work of `stream` so far."""
         self.recorded = stream.number
 
 
 @contextmanager
 def device_on_machine() -> Iterator[MachineDevice]:
-    """megamoe.torch_ops finds this device as number 0."""
+    """Makes megamoe.torch_ops find this device as number 0."""
     device = MachineDevice()
     with pytest.MonkeyPatch.context() as patch:
         as_read = calls._as_read

@@ -1,5 +1,6 @@
-/* A CUDA driver that launches nothing: it writes every call to standard output, and fails as FAKE_FAILURE says:
-   "cuLaunchKernelEx=1" makes that call return 1; "fault=700" makes every call after a launch that waits return 700; "thread" is a thread without a context. */
+/* A fake CUDA driver that launches nothing: it writes every call to standard output, and fails as FAKE_FAILURE says:
+   "cuLaunchKernelEx=1" makes that call return 1; "fault=700" makes every call after a launch that waits return 700;
+   "thread" is a thread without a context. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>

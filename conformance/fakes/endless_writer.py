@@ -1,4 +1,4 @@
-"""A process that writes records until it is killed. It starts anew, so that this imports little."""
+"""A process that writes records until it is killed. It is spawned, so this file imports little."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megamoe.records.lines import AnyLine, record_of
 
 
 def append_for_ever(path: Path, row: Row, filler: AnyLine) -> None:
-    """Records of `row`, of many lengths, with `filler` between them."""
+    """Appends records of `row`, of many lengths, with `filler` between them."""
     with RecordWriter(path) as writer:
         for number in itertools.count():
             writer.append(record_of("r", row, "failed", "x" * (number * 997 % 9000)))

@@ -1,9 +1,9 @@
 """A flash-attention kernel in torch, rounding by rounding: legal in many ways (`Style`) or with one planted fault.
 
-It shares no code with the references, so the judge is tried on something that it did not make itself. It computes as a
-kernel does: 128 folded query rows by one tile of keys at a time, online softmax, bf16 P.
+It shares no code with the references, so the judge is tested on results that it did not make itself. Like a kernel, it
+computes 128 folded query rows by one tile of keys at a time, with online softmax and bf16 P.
 
-`emulate` is for tests of the judge. For the laws there are a backend for each fault and style, its name in capitals
+`emulate` is for tests of the judge. The laws use a backend for each fault and style, its name in capitals
 (`conformance.fakes.fmha:CORRECT`), and the executor `conformance.fakes.fmha:EXECUTOR`.
 """
 
@@ -23,7 +23,7 @@ from megamoe.contract import Case, Program, Target, UnsupportedError
 
 ROW_TILE: Final = 128
 LOG2_E: Final = math.log2(math.e)
-# Faults that the judge catches, in words. Each is a mistake that people make in kernels.
+# Faults that the judge catches, in words. Each is a common mistake in kernels.
 FAULTS: Final[Mapping[str, str]] = {
     "scale_1_percent": "the softmax scale is 1 % too large",
     "key_dropped": "the last key is never attended to",
@@ -53,7 +53,7 @@ FAULTS: Final[Mapping[str, str]] = {
     "longest_length": "every sequence has as many keys as the longest",
     "queries_at_the_end": "query i stands at key i, as if as many keys as queries were there",
 }
-# Faults that laws catch, and which. Some of them are within the judge's tolerance, or right for every case by itself.
+# Faults that laws catch, and which law. Some are within the judge's tolerance, or right for every case by itself.
 LAW_FAULTS: Final[Mapping[str, tuple[str, str]]] = {
     "value_drift": ("o is 4 % too large", "matches_reference"),
     "uninitialised_tail": ("the last query row is garbage", "matches_reference"),
@@ -88,7 +88,7 @@ class Style:
 
     `tile`: keys at a time. `stale_bits`: how far the subtracted maximum may lag, in log2. `exp2_ulps`: error of exp2.
     `truncate`: sums of 16 products are truncated to fp32. `sum_rounded_p`: o is divided by the sum of the bf16 P, so
-    that its rounding cancels in part; lse is still that of the fp32 P.
+    that its rounding cancels in part; lse still uses the fp32 P.
     """
 
     tile: int = 128
@@ -101,7 +101,7 @@ class Style:
 
 
 STYLES: Final[Mapping[str, Style]] = {"correct": Style(), "lagging": Style(tile=32, stale_bits=8.0)}
-"""Legal kernels for the laws: what each computes has the same bits on every run."""
+"""Legal kernels for the laws. The outputs of each have the same bits on every run."""
 
 
 def styles(seed: int) -> tuple[Style, ...]:
@@ -124,7 +124,7 @@ def emulate(
     fault: str | None = None,
     schedule: str = "eager",
 ) -> dict[str, torch.Tensor]:
-    """bf16 o and, if `case` has it, fp32 lse, as a kernel of that style computes them, with one fault if named."""
+    """bf16 o and, if `case` has it, fp32 lse, as a kernel of that style computes them, with the named fault if any."""
     if not case["ragged"]:
         return Kernel(case, style, fault or "", schedule).outputs(inputs)
     written = {"o": torch.empty_like(inputs["q"])}
@@ -160,7 +160,7 @@ def _one_sequence(
 
 
 def _rows_of_keys(case: Case, inputs: Mapping[str, torch.Tensor], number: int, fault: str | None) -> list[int]:
-    """The rows of k and v that a kernel takes for the keys of sequence `number`."""
+    """The rows of k and v that a kernel uses as the keys of sequence `number`."""
     page, last = case.int("page_size"), len(inputs["k"]) - 1
     if not page:
         starts = inputs["cu_seqlens_k"].tolist()
@@ -213,7 +213,7 @@ class Kernel:
         return {"o": o.bfloat16(), "lse": lse} if self.case["lse"] else {"o": o.bfloat16()}
 
     def sinks(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """fp32 [heads], times log2(e); -inf where there is none."""
+        """fp32 [heads], times log2(e); -inf for a head without a sink."""
         heads, kv_heads = self.case.int("heads"), self.case.int("kv_heads")
         if not self.case["sinks"] or self.fault == "sink_ignored":
             return torch.full((heads,), -math.inf)
@@ -229,7 +229,7 @@ class Kernel:
         return 1.0 / math.sqrt(self.case.int("hd")) if given is None else float(given)
 
     def spoilt(self, o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 o and lse with the faults of a whole output."""
+        """Applies the faults of a whole output to fp32 o and lse."""
         match self.fault:
             case "rows_swapped":
                 o[..., [0, -1], :] = o[..., [-1, 0], :]
@@ -278,7 +278,7 @@ class Kernel:
     def row_tile(
         self, q: torch.Tensor, sinks: torch.Tensor, first_row: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """128 rows, the last of which may be of no query: products have whole tiles, as a tensor core's do."""
+        """128 rows. The last ones may belong to no query: products have whole tiles, as on a tensor core."""
         sinks = torch.nn.functional.pad(sinks, (0, ROW_TILE - len(q)))
         q = torch.nn.functional.pad(q, (0, 0, 0, ROW_TILE - len(q)))
         s = self.logits(q, k).masked_fill_(~self.mask(first_row, len(k)), -math.inf)
@@ -348,10 +348,10 @@ class Kernel:
     def matmul(
         self, a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None = None, *, bf16: bool = False
     ) -> torch.Tensor:
-        """fp32 start + a @ b; in steps of K = 16, each truncated to fp32, if the style says so."""
+        """fp32 start + a @ b; if the style says so, in steps of K = 16, each truncated to fp32."""
         acc = torch.zeros(a.shape[0], b.shape[1]) if start is None else start
         if not (self.style.truncate or bf16):
-            # In fp32, torch's sum of a row would depend on how many rows there are.
+            # In fp32, torch's sum of a row depends on the number of rows.
             return (acc.double() + a.double() @ b.double()).float()
         for k in range(0, a.shape[1], 16):
             exact = acc.double() + a[:, k : k + 16].double() @ b[k : k + 16].double()

@@ -1,6 +1,6 @@
-"""Cases, a backend and an executor that cost nothing, to time the harness itself: ten thousand cases, instant outputs.
+"""Cases, a backend and an executor that cost nothing: ten thousand cases with instant outputs time the harness itself.
 
-Nothing here imports torch before a row runs: a collection of rows does not need it.
+Nothing here imports torch before a row runs: collecting rows does not need it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write_spec(folder: Path, side: int = 100) -> Path:
 
 
 class Ready:
-    """Offers every op; its programs name the case alone."""
+    """Offers every op; its programs hold only the case's id."""
 
     name = "ready"
 
@@ -60,7 +60,7 @@ READY = Ready()
 
 @dataclass(frozen=True)
 class Instant:
-    """Copies the simulated reference into the outputs, so that the time of a row is the harness's own.
+    """Copies the simulated reference into the outputs, so that a row's time is the harness's own.
 
     It computes the reference once a case.
     """

@@ -1,4 +1,4 @@
-"""A backend and an executor that compute NVFP4 MoE with torch, step by step as a kernel: correctly or with a fault.
+"""A backend and an executor that compute NVFP4 MoE with torch, step by step like a kernel: correctly or with a fault.
 
 They share only the 4-bit and 8-bit conversions with the references, and these have tests of their own. The backend of a
 style or a fault is its name in capitals: `conformance.fakes.nvfp4_moe:CORRECT`.
@@ -26,7 +26,7 @@ from megamoe.codec.nvfp4 import (
 from megamoe.contract import Case, Execution, Program, RunOptions
 
 TILE: Final = 128
-# Faults that the judge catches, in words. Each is a mistake that people make in kernels.
+# Faults that the judge catches, in words. Each is a common mistake in kernels.
 FAULTS: Final[Mapping[str, str]] = {
     "gate_up_swapped": "silu is taken of up, and gate is the factor",
     "neighbour_scale": "the block scales of x are those of the next block along K",
@@ -60,7 +60,7 @@ FAULTS: Final[Mapping[str, str]] = {
     "shared_doubled": "what the shared experts give is added twice",
     "shared_weighted": "the shared experts have the weight of the first choice",
 }
-# Faults that laws catch, and which. Some of them are within the judge's tolerance, or right for every case by itself.
+# Faults that laws catch, and which law. Some are within the judge's tolerance, or right for every case by itself.
 LAW_FAULTS: Final[Mapping[str, tuple[str, str]]] = {
     "truncated_codes": (FAULTS["truncated_codes"], "matches_reference"),
     "history_leaks": ("a bit of the output changes from one run to the next", "bitwise_repeatable"),
@@ -82,8 +82,8 @@ LAW_FAULTS: Final[Mapping[str, tuple[str, str]]] = {
 class Style:
     """Choices that a correct kernel is free to make.
 
-    `k_per_step`: products added at once. `truncate`: sums are truncated to fp32. `reciprocal`: quotients are products
-    with reciprocals that are up to `ulps` off.
+    `k_per_step`: products added at once. `truncate`: sums are truncated to fp32. `reciprocal`: a quotient is a product
+    with a reciprocal that is up to `ulps` off.
     """
 
     k_per_step: int = 1 << 20
@@ -103,7 +103,7 @@ STYLES: Final[Mapping[str, Style]] = {
 
 
 def emulate(case: Case, tensors: Mapping[str, torch.Tensor], name: str, schedule: str = "eager", run: int = 1) -> None:
-    """Writes the outputs of `case` into `tensors`, as the style or with the fault `name`."""
+    """Writes the outputs of `case` into `tensors`, in the style or with the fault `name`."""
     style, fault = STYLES.get(name, Style()), name if name in {**FAULTS, **LAW_FAULTS} else ""
     Kernel(case, tensors, style, fault, schedule, run).write()
 
@@ -125,7 +125,7 @@ class Kernel:
         self.noise = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
     def write(self) -> None:
-        """The whole stage. Tensors between stages are outputs or lie in poisoned memory."""
+        """Runs the whole stage. Tensors between stages are outputs or lie in poisoned memory."""
         stage, case = str(self.case["stage"]), self.case
         held = {**self.tensors}
         rows = self.capacity
@@ -152,7 +152,7 @@ class Kernel:
         return (routes + 127 * self.case.int("num_experts")) // TILE * TILE
 
     def groups(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-        """Each expert with its first row and its routes (token, choice), in order."""
+        """Yields each expert with its first row and its routes (token, choice), in order."""
         first, experts = 0, self.case.int("num_experts")
         ids = self.tensors["topk_ids"].tolist()
         for expert in range(experts):
@@ -166,10 +166,10 @@ class Kernel:
     def named(self, expert: int, experts: int) -> int:
         return experts - 1 if self.fault == "slice_wraps" and expert < 0 else expert
 
-    # operands
+    # Operands.
 
     def operand(self, name: str, codes: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, K] without global scales, of codes [rows, K / 2] and atoms [row atoms, K atoms, 512]."""
+        """float32 [rows, K] without global scales, from codes [rows, K / 2] and atoms [row atoms, K atoms, 512]."""
         low, high = decode_e2m1(codes & 15), decode_e2m1(codes >> 4)
         if self.fault == "nibbles_swapped" and name == "w2":
             low, high = high, low
@@ -188,7 +188,7 @@ class Kernel:
         return self.case["activations"] == "bf16"
 
     def plain(self, values: torch.Tensor) -> torch.Tensor:
-        """float32 of bf16 activations [rows, K]."""
+        """bf16 activations as float32 [rows, K]."""
         if self.fault == "activations_in_f16":
             return values.clamp(-65504, 65504).half().float()
         if self.fault == "activations_quantised":
@@ -206,7 +206,7 @@ class Kernel:
         starts = list(range(0, a.shape[1], self.style.k_per_step))
         for start in reversed(starts) if self.style.backwards else starts:
             step = slice(start, start + self.style.k_per_step)
-            # In fp32, torch's sum of a row would depend on how many rows there are.
+            # In fp32, torch's sum of a row depends on the number of rows.
             exact = total.double() + a[:, step].double() @ b[:, step].double().mT
             total = exact.float()
             if self.style.truncate:
@@ -217,7 +217,7 @@ class Kernel:
         scale = values[index]
         return torch.round(scale * 2**20) / 2**20 if self.fault == "global_scale_rounded" else scale
 
-    # stages
+    # Stages.
 
     def l1(self, held: Mapping[str, torch.Tensor]) -> None:
         x = self.plain(held["x"]) if self.bf16 else self.operand("x", held["x_codes"], held["x_sf"])
@@ -254,7 +254,7 @@ class Kernel:
         return gate * self.wobble(1.0 / (1.0 + self.wobble(exponential))) * up
 
     def wobble(self, values: torch.Tensor) -> torch.Tensor:
-        """`values`, each up to `ulps` off."""
+        """Returns `values`, each up to `ulps` off."""
         if not self.style.ulps:
             return values
         return values * (1 + self.style.ulps * 2.0**-23 * (2 * torch.rand(values.shape, generator=self.noise) - 1))
@@ -268,7 +268,7 @@ class Kernel:
         return weight.clamp(min=1e-2) if self.fault == "zero_weight_adds" else weight
 
     def requantise(self, held: Mapping[str, torch.Tensor], here: slice, h: torch.Tensor, expert: int) -> None:
-        """h [n, intermediate] into rows `here` of a2, or of a2_codes and a2_sf."""
+        """Requantises h [n, intermediate] into rows `here` of a2, or of a2_codes and a2_sf."""
         if self.bf16:
             if self.fault == "a2_truncated":
                 h = (h.view(torch.int32) & -(1 << 16)).view(torch.float32)
@@ -344,7 +344,7 @@ class Kernel:
         self.tensors["y"].copy_(y)
 
     def spoil(self) -> None:
-        """Faults of what was stored, whatever the stage."""
+        """Applies faults to the stored outputs, in any stage."""
         for name in ("y", "rows"):
             if name in self.tensors and (name != "rows" or self.case["stage"] == "l2"):
                 out = self.tensors[name]
@@ -356,7 +356,7 @@ class Kernel:
 
 @dataclass
 class FakeDevice(FakeExecutor):
-    """It computes on a CUDA device, so that the judge has large rows there: results/records/planted."""
+    """Computes on a CUDA device, so that the judge has large rows there: results/records/planted."""
 
     device: str = "cuda"
 

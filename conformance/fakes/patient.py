@@ -1,16 +1,16 @@
-"""Kernels whose waits for mbarriers give up, so that one that would hang on a device ends."""
+"""Kernels whose mbarrier waits give up, so that a kernel that would hang on a device ends."""
 
 from __future__ import annotations
 
 import re
 
 PATIENCE_NS = 150_000_000
-"""From the begin of a kernel, in nanoseconds: more than nearly all of ours take under a tool."""
+"""Nanoseconds from the start of a kernel. Nearly all of ours take less under a tool."""
 
 
 def patient(ptx: str, nanoseconds: int = PATIENCE_NS) -> str:
-    """`ptx` with waits for mbarriers that give up `nanoseconds` after their kernel has begun: the thread counts that in
-    the variable `gave_up`, and exits."""
+    """Returns `ptx` with mbarrier waits that give up `nanoseconds` after their kernel has begun: the thread counts that
+    in the variable `gave_up` and exits."""
     parts = re.split(r"^(?=.*\.entry\b)", ptx, flags=re.MULTILINE)
     given = [parts[0], *(_patient_entry(one, nanoseconds) for one in parts[1:])]
     if "".join(given) == ptx:

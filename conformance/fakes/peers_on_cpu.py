@@ -1,7 +1,8 @@
 """An executor that calls peers on CPU tensors, and stand-ins for the foreign modules that peers call.
 
-A stand-in computes in float32 and notes how it was called. Its masks follow the manual of its project. Tests with them
-check our side of the call: layouts, masks, scales, results put back. They say nothing of the foreign kernels.
+A stand-in computes in float32 and notes how it was called. Its masks follow the manual of its project. Tests with
+stand-ins check our side of the call: layouts, masks, scales, results put back. They say nothing about the foreign
+kernels.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Faults:
 
 @dataclass
 class Foreign:
-    """The state that the stand-ins share: their faults, and the notes of their calls."""
+    """The state that the stand-ins share: their faults, and notes of their calls."""
 
     faults: Faults = field(default_factory=Faults)
     calls: list[tuple[str, Call]] = field(default_factory=list)
@@ -80,7 +81,8 @@ class Foreign:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, left: int | None, right: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o and natural lse [b, h, t] of q [b, h, t, d]; key j is seen if p - left <= j <= p + right, bottom-right."""
+        """Returns o and natural lse [b, h, t] of q [b, h, t, d]. Row p sees key j if p - left <= j <= p + right,
+        bottom-right."""
         if self.faults.stale and self._kept:
             return self._kept[0]
         group = q.shape[1] // k.shape[1]
@@ -101,7 +103,7 @@ class Foreign:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, faults: Faults | None = None) -> Foreign:
-    """Replaces every foreign module and torch's CUDA operators by stand-ins of version 0.0."""
+    """Replaces every foreign module, and torch's CUDA operators, by stand-ins of version 0.0."""
     foreign = Foreign(faults or Faults())
     monkeypatch.setattr("backends.peers.peer.version", lambda name: "0.0")
     for name, stand_in in _operators(foreign).items():
@@ -153,7 +155,7 @@ def _modules(foreign: Foreign) -> dict[str, Mapping[str, object]]:
 
 
 def _tuned(config: object, shape_m: int, gemm_type: str) -> dict[str, object]:
-    """A configuration for `shape_m` rows."""
+    """Returns a configuration for `shape_m` rows."""
     block_m = next(rows for rows in (8, 16, 64) if shape_m <= 4 * rows or rows == 64)
     return {"for": (config, gemm_type), "block_m": block_m}
 
@@ -209,7 +211,7 @@ def _second(
     left: int | None,
     right: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As Foreign.attend, on [b, t, h, d]."""
+    """Runs Foreign.attend on [b, t, h, d]."""
     o, lse = foreign.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, left, right)
     return o.transpose(1, 2), lse
 

@@ -35,7 +35,7 @@ DEVICE = H200.model_copy(update={"name": "Simulated H200", **CEILINGS})
 def full_matrix(runs: int = 3, seed: int = 0, samples: int = 120, one_in: int = 1) -> Iterator[list[AnyLine]]:
     """The lines of each run, the oldest first: cases of the profiles `full` (VM) and `gpu` (device).
 
-    One case in `one_in` has run, but the whole of the published table has on the VM.
+    One case in `one_in` has run; on the VM, the whole published table has.
     """
     for number in range(runs):
         random = Random(f"{seed} {number}")
@@ -170,7 +170,7 @@ def material_of(tmp_path: Path, *lines: AnyLine) -> Material:
 
 
 def data_of(material: Material) -> dict[str, object]:
-    """The data read back from the text of the page."""
+    """Reads the data back from the page's text."""
     return data_in(page(material, Extras(SPECS, NOW)))
 
 

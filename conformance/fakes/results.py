@@ -1,7 +1,7 @@
-"""Made-up results: lines of record files, sides of a comparison, and what the gate holds against what.
+"""Made-up results: lines of record files, sides of a comparison, and both sides of a gate.
 
-`judged`, `compiled`, `baseline` and `claim` are for tests of the gate: about a row, with values that no other run would
-repeat.
+`judged`, `compiled`, `baseline` and `claim` are for tests of the gate: each is about one row, with values that no other
+run would repeat.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def timing(
     status: Status = "passed",
     program: str | None = None,
 ) -> Timing:
-    """A timing of `samples_us`: an array [rounds, samples] has its rounds in it, a flat one is of one round."""
+    """A timing of `samples_us`: an array of shape [rounds, samples], or a flat array that is one round."""
     table = np.atleast_2d(np.asarray(samples_us, dtype=np.float64))
     which = np.repeat(np.arange(table.shape[0]), table.shape[1]).tolist() if rounds is None else list(rounds)
     return Timing(
@@ -189,14 +189,15 @@ def judged(row: Row, counters: Mapping[str, int] = COUNTERS, status: Status = "p
 
 
 def compiled(row: Row, kernel: Mapping[str, int] = KERNEL, assembler: str = "ptxas", entry: str = "fmha") -> Figures:
-    """The figures of the program of `row`."""
+    """The compiler figures of the program of `row`."""
     found = figures(0, assembler).model_copy(update={"run": "run-7", "program_sha256": "p1", "cubin_sha256": "c1"})
     about = {"case": row.case, "op": row.op, "backend": row.backend, "target": row.target}
     return found.model_copy(update={**about, "kernels": {entry: kernel}})
 
 
 def gated(owed_rows: int = 2, run: str = "run-7", specs: Path | None = None, expected: Path | None = None) -> RunHeader:
-    """The header of the run of these lines, which was one of the profile smoke. `specs`, `expected`: None for ours."""
+    """The header of the run behind these lines, with the profile smoke. `specs`, `expected`: None for the
+    repository's."""
     selection = {name: "smoke" if name == "profile" else () for name in Selection.__dataclass_fields__}
     made = header(run, None, {"nvidia-cuda-nvcc": "13.5.37"}, owed_rows, selection)
     own = digests_of(specs, expected) if specs or expected else _digests()

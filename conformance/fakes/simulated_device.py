@@ -1,7 +1,7 @@
-"""A device of known noise, and backends for it: right, or with one planted fault.
+"""A device with known noise, and backends for it: right, or with one planted fault.
 
-`EXECUTOR` has its own clock, so that no test waits. The backends are `WORKS` and its like. Noise is a function of the
-device's time and of a random source.
+`EXECUTOR` has its own clock, so that no test waits. The backends are `WORKS` and its siblings. Noise is a function of
+the device's time and of a random source.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Noise = Callable[[random.Random, float], float]
 # A cold launch takes this many times as long as a hot one.
 COLD = 1.25
 EARLY = 340
-"""Launches that a backend takes for those of samples. With the policy of the tests the last sample comes about then."""
+"""Launches that a backend takes for the samples. With the tests' policy the last sample comes at about that launch."""
 
 
 def quiet(source: random.Random, now_us: float) -> float:
@@ -55,7 +55,7 @@ def rough(source: random.Random, now_us: float) -> float:
 
 
 def drifting(source: random.Random, now_us: float) -> float:
-    """Clocks that sink by a twentieth in 20 ms of device time, and stay."""
+    """Clocks that sink by a twentieth within 20 ms of device time and stay there."""
     return source.gauss(1.0, 0.001) * (1.0 + 0.05 * min(1.0, now_us / 20_000.0))
 
 
@@ -65,13 +65,13 @@ def bimodal(source: random.Random, now_us: float) -> float:
 
 
 def outliers(source: random.Random, now_us: float) -> float:
-    """Quiet, but one in fifty takes ten times as long."""
+    """Quiet, but one launch in fifty takes ten times as long."""
     return source.gauss(1.0, 0.001) * (10.0 if source.random() < 0.02 else 1.0)
 
 
 @dataclass
 class SimulatedClock:
-    """Device time in microseconds, and episodes in which the device is throttled, that is, half as fast."""
+    """Device time in microseconds. During throttling the device is half as fast."""
 
     episodes: tuple[tuple[float, float], ...] = ()
     now_us: float = 0.0
@@ -82,7 +82,7 @@ class SimulatedClock:
         return any(start <= self.now_us < end for start, end in self.episodes)
 
     def throttled(self) -> str | None:
-        """As TimedExecutor.throttled."""
+        """See TimedExecutor.throttled."""
         before, self.asked_us = self.asked_us, self.now_us
         overlapped = any(start < self.now_us and end > before for start, end in self.episodes)
         return "thermal slowdown" if overlapped else None
@@ -90,9 +90,9 @@ class SimulatedClock:
 
 @dataclass
 class SimulatedStopwatch:
-    """A kernel of `hot_us` on a device with noise. `work`: what each launch does besides taking time.
+    """A kernel of `hot_us` on a device with noise. `work`: called at each launch.
 
-    `share`: of `hot_us`, what the launch just done takes.
+    `share`: the share of `hot_us` that the last launch takes.
     """
 
     hot_us: float
@@ -110,13 +110,13 @@ class SimulatedStopwatch:
         self.source = random.Random(self.seed)
 
     def sample(self, temperature: Temperature, launches: int) -> float:
-        """As Stopwatch.sample."""
+        """See Stopwatch.sample."""
         self.taken.append((temperature, launches))
         spent = sum(self._launch(temperature) for _ in range(launches))
         return spent / launches
 
     def samples(self, temperature: Temperature, launches: int, count: int) -> list[float]:
-        """As Stopwatch.samples."""
+        """See Stopwatch.samples."""
         return [self.sample(temperature, launches) for _ in range(count)]
 
     def _launch(self, temperature: Temperature) -> float:
@@ -137,7 +137,7 @@ class StoppedStopwatch(SimulatedStopwatch):
     """A stopwatch whose clock stands still."""
 
     def sample(self, temperature: Temperature, launches: int) -> float:
-        """As Stopwatch.sample."""
+        """See Stopwatch.sample."""
         super().sample(temperature, launches)
         return 0.0
 
@@ -147,7 +147,7 @@ class DeafStopwatch(SimulatedStopwatch):
     """Measures the same for any number of launches, as if the clock were read around nothing."""
 
     def sample(self, temperature: Temperature, launches: int) -> float:
-        """As Stopwatch.sample."""
+        """See Stopwatch.sample."""
         return super().sample(temperature, 1) / launches
 
 
@@ -186,7 +186,7 @@ class SimulatedBackend:
 
 
 def _attended(case: Case, tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Attention of one head in plain torch: a Python call runs where the reference must not be."""
+    """Attention of one head in plain torch: a Python call runs where it cannot use the reference."""
     q, k, v = (tensors[name].double() for name in "qkv")
     s = q @ k.mT / case.int("hd") ** 0.5
     return {"o": (s.softmax(-1) @ v).bfloat16(), "lse": s.logsumexp(-1).float()}
@@ -211,20 +211,20 @@ class SimulatedCall:
         self.case = specs()[case_id.partition(":")[0]].parse_case(case_id)
         self.recalled = False
         self.compute()
-        # One output is kept from the first inputs, the others follow the inputs.
+        # One output stays with the first inputs; the others follow the inputs.
         self.kept = {"lse": self.outputs["lse"]} if self.behaviour == "keeps_one_output" else {}
 
     def compute(self) -> None:
-        """The outputs for the inputs as they are now."""
+        """Computes the outputs for the current inputs."""
         self.of = {name: self.tensors[name].clone() for name in "qkv"}
         self.outputs = self.attend(self.case, self.tensors)
 
     def as_before(self) -> bool:
-        """Whether the inputs are those that the outputs are of."""
+        """Whether the inputs are still those of the stored outputs."""
         return all(torch.equal(kept, self.tensors[name]) for name, kept in self.of.items())
 
     def share(self) -> float:
-        """Of the full time, what the last launch took: little for one that recalls what it knows of its inputs."""
+        """The share of the full time that the last launch took: small if it recalled results for known inputs."""
         known = {"recalls": 0.2, "recalls_a_part": 0.8, "stops_recalling": 0.2 if self.launched <= EARLY else 1.0}
         if self.behaviour == "guesses":
             return 0.2 if self.launched <= EARLY else 1.0

@@ -20,7 +20,7 @@ EVENT_HOST_US, REPLAY_HOST_US, FLUSH_HOST_US, FLUSH_US = 2.0, 8.0, 4.0, 80.0
 
 @dataclass
 class Timeline:
-    """`host`, `device`: the time each has reached. `capturing`: the graph that takes work in place of the stream."""
+    """`host`, `device`: the current time of each. `capturing`: the graph that captures work instead of the stream."""
 
     host: float = 0.0
     device: float = 0.0
@@ -29,7 +29,7 @@ class Timeline:
     l2_holds: str | None = None
 
     def enqueue(self, host_us: float, device_us: float) -> None:
-        """Enqueues work of `device_us`, in `host_us` of the host."""
+        """Enqueues work of `device_us`; the host spends `host_us` on it."""
         self.host += host_us
         if self.capturing is not None:
             self.capturing.append(device_us)
@@ -37,7 +37,7 @@ class Timeline:
         self.device = max(self.device, self.host) + device_us
 
     def synchronize(self) -> None:
-        """The host waits for the device."""
+        """Makes the host wait for the device."""
         self.host = max(self.host, self.device)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
@@ -93,12 +93,12 @@ class FlushedBuffer:
     line: Timeline
 
     def amax(self) -> None:
-        """A read of all of it."""
+        """Reads all of it."""
         self.line.flushes += 1
         self.line.enqueue(FLUSH_HOST_US, FLUSH_US)
 
     def zero_(self) -> None:
-        """A write of all of it."""
+        """Writes all of it."""
         self.line.flushes += 1
         self.line.enqueue(FLUSH_HOST_US, FLUSH_US)
 

@@ -27,7 +27,7 @@ class TorchCall:
     operation: Callable[[], object]
 
     def enqueue(self) -> None:
-        """Launches it."""
+        """Launches the operation."""
         self.operation()
 
     def collect(self) -> None:
@@ -35,27 +35,27 @@ class TorchCall:
 
 
 def copy(mebibytes: int) -> Callable[[], object]:
-    """A copy of that many bytes on the device."""
+    """Returns a call that copies that many MiB on the device."""
     source = torch.ones(mebibytes << 20, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def product(size: int) -> Callable[[], object]:
-    """A bf16 matrix product on random data."""
+    """Returns a call of a bf16 matrix product on random data."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     return lambda: torch.mm(a, b, out=out)
 
 
 def addition(elements: int) -> Callable[[], object]:
-    """c = a + b in f32."""
+    """Returns a call of c = a + b in f32."""
     a, b = (torch.randn(elements, device="cuda") for _ in range(2))
     out = torch.empty_like(a)
     return lambda: torch.add(a, b, out=out)
 
 
-# matmul 4096 runs at the power cap: its time depends on the clocks after the kernels before it, under any stopwatch.
+# matmul 4096 runs at the power cap: under any stopwatch its time depends on the clocks left by the kernels before it.
 KERNELS: Mapping[str, Callable[[], Callable[[], object]]] = {
     "add 1 Mi": lambda: addition(1 << 20),
     "matmul 1024": lambda: product(1024),
@@ -80,12 +80,13 @@ def _us(milliseconds: Any) -> float:
 
 
 def in_turns(watch: DeviceStopwatch, samples: int) -> list[float]:
-    """Cold samples as a benchmark takes them, TURN in a row."""
+    """Takes cold samples like a benchmark, TURN in a row."""
     return [sample for _ in range(0, samples, TURN) for sample in watch.samples("cold", 1, TURN)]
 
 
 def compared(operation: Callable[[], object]) -> tuple[dict[str, list[float]], dict[str, list[int | None]]]:
-    """Medians in microseconds and SM clocks in MHz, one a repetition, for each way of measuring, taken by turns."""
+    """Returns medians in microseconds and SM clocks in MHz, one a repetition, for each way of measuring, taken by
+    turns."""
     from triton.testing import do_bench, do_bench_cudagraph  # pyright: ignore[reportMissingImports]
 
     medians: dict[str, list[float]] = {}
@@ -104,7 +105,7 @@ def compared(operation: Callable[[], object]) -> tuple[dict[str, list[float]], d
             "do_bench_cudagraph": lambda: _us(do_bench_cudagraph(operation, return_mode="median")),
         }
         for repetition in range(REPETITIONS):
-            # Ways to be compared follow each other directly, in either order.
+            # Ways that are compared run directly after each other, in both orders.
             for name in list(ways) if repetition % 2 else reversed(ways):
                 medians.setdefault(name, []).append(ways[name]())
                 mhz.setdefault(name, []).append(clocks().sm_mhz)

@@ -1,9 +1,9 @@
 """Rows of sm_90a that no device has judged with today's program: python -m conformance.gpu.judged RECORD ... --op OP.
 
-Builds the program of every row that the profiles owe, and holds it against the newest line that the records have of the
-row: it must have passed, with the PTX of today. A row that its backend does not take must be there as unsupported.
-CuTeDSL's compiler takes seconds a kernel that its cache does not have; `--part 2/8` is the second eighth of the rows.
-The status is 0 if every row is as it should be, 1 if not, 2 for what cannot be read or asked.
+Builds the program of every row that the profiles owe, and compares it with the row's newest line in the records, which
+must have passed with today's PTX. If the backend declines a row, its line must say unsupported. CuTeDSL's compiler
+takes seconds for each kernel that is not in its cache; `--part 2/8` is the second eighth of the rows. The status is 0
+if every row is judged, 1 if not, 2 for unreadable records or unusable words.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import SelectionError
 
 PROFILES: Final = ("full", "gpu")
-"""What an H200 judges: small rows, and those with large ones."""
+"""The profiles that an H200 judges: small rows, and large ones."""
 
 
 def newest(records: Sequence[Path]) -> dict[Key, Record]:
-    """The line of each row on a device, from the run that started last."""
+    """Returns the line of each row on a device, from the run that started last."""
     found = newest_records(map(read_records, records), lambda one: (one.target, one.executor) == (TARGET, "gpu"))
     return {(row.case, row.backend): record for row, record in found.items()}
 
 
 def built(key: Key) -> str | None:
-    """The digest of today's program of a row; None if its backend does not take it."""
+    """Returns the digest of today's program of a row; None if its backend declines it."""
     found = program_of(load_specs()[key[0].partition(":")[0]], key)
     return None if found is None else program_sha256(found[0].ptx)
 
 
 def lacking(today: Mapping[Key, str | None], judged: Mapping[Key, Record]) -> Iterator[str]:
-    """A sentence for each row of `today`, digests of programs, that `judged` does not have as it should."""
+    """Yields a sentence for each row of `today` (digests of programs) that `judged` lacks or contradicts."""
     for key, program in today.items():
         row, record = f"{key[0]} on {key[1]}", judged.get(key)
         wanted = "unsupported" if program is None else "passed"
@@ -52,7 +52,7 @@ def lacking(today: Mapping[Key, str | None], judged: Mapping[Key, Record]) -> It
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the rows. The status is 1 if there are any, 2 for what cannot be read or asked."""
+    """Prints the rows. Returns 1 if there are any, 2 for unreadable records or unusable words."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, nargs="+", help="record files of a device")
     parser.add_argument("--op", required=True)

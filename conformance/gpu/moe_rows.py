@@ -1,13 +1,13 @@
 """NVFP4 MoE rows beside peers on a device: python -m conformance.gpu.moe_rows FILE [--programs FILE ...].
 
-All of a row runs by turns on the same operands: our backends, other people's GEMMs, a kernel that only reads the row's
-bytes. Cold: the L2 is emptied by reading. A stage of ours is all its kernels, routing and expansion included. A peer is
-its GEMM alone; of l1 also SwiGLU and requantisation (peer_swiglu.py), timed as one. Its tokens are gathered and
-expanded before, which is not timed.
+Everything in a row runs by turns on the same operands: our backends, peers' GEMMs, a kernel that only reads the row's
+bytes. Cold: the L2 is emptied by reading. Our time of a stage includes all its kernels, with routing and expansion. A
+peer has only its GEMM; in l1, SwiGLU and requantisation (peer_swiglu.py) are timed with it as one. Its tokens are
+gathered and expanded beforehand, untimed.
 
 CuTeDSL's compiler need not be on a device machine: `FILE --pack MODULE:ATTRIBUTE` writes the programs of a backend,
 compiled where the compiler is, and `--programs FILE` times them under the name of the file. `--dry-run` needs no
-device: it says what would run, and what the files lack.
+device: it prints what would run, and what the files lack.
 
 Operands are drawn on the device: N(0, 1) tokens and N(0, 1 / K) weights, quantised.
 """
@@ -44,7 +44,7 @@ from megamoe.spec.load import load_specs
 TARGET: Final = "sm_90a"
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 7168, 3072, 48, 8
 BANDWIDTH, FLOPS = 4.25e12, 797e12
-"""Of the floors of issue 13: what a copy and a bf16 product reach on an H200 (facts: results/records/README.md)."""
+"""Rates behind the floors of issue 13: what a copy and a bf16 product reach on an H200 (results/records/README.md)."""
 ROUNDS, SAMPLES = 6, 6
 _SHAPE: Final = f"hidden={HIDDEN},intermediate={INTERMEDIATE},num_experts={EXPERTS},topk={TOPK}"
 ROWS: Final = (
@@ -59,7 +59,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def cases_of(rows: Sequence[str]) -> list[Case]:
-    """The cases of `rows`, by axes in any order. KeyError for a row that the spec does not have."""
+    """Returns the cases of `rows`, with axes in any order. KeyError for a row that the spec does not have."""
     spec = load_specs()["nvfp4_moe"]
     by_axes = {
         frozenset(case.id.partition(":")[2].split(",")): case for matrix in spec.matrices.values() for case in matrix
@@ -68,7 +68,7 @@ def cases_of(rows: Sequence[str]) -> list[Case]:
 
 
 class Operands:
-    """Weights and tokens of all rows, drawn once. `tensors(case)` are those of a case, its outputs poisoned."""
+    """Weights and tokens of all rows, drawn once. `tensors(case)` returns a case's, with poisoned outputs."""
 
     def __init__(self, device: str = "cuda") -> None:
         self.device = device
@@ -94,7 +94,7 @@ class Operands:
         return {f"{name}_codes": codes, f"{name}_sf": swizzle_scales(sf), f"{name}_gs": gs}
 
     def tensors(self, case: Case) -> Tensors:
-        """The tensors of `case`, those that its stage reads and writes."""
+        """Returns the tensors that the stage of `case` reads and writes."""
         stage, tokens = str(case["stage"]), case.int("tokens")
         hidden, inter, experts = case.int("hidden"), case.int("intermediate"), case.int("num_experts")
         rows = expert_rows(case)
@@ -121,7 +121,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Product:
-    """The GEMM of a stage: `rows` by `k` weights an expert, operands `w` and `a` by the beginnings of their names."""
+    """The GEMM of a stage: `rows` by `k` weights an expert. `w` and `a` are prefixes of its operands' names."""
 
     w: str
     a: str
@@ -130,13 +130,13 @@ class Product:
 
     @classmethod
     def of(cls, case: Case) -> Product:
-        """That of l1 or l2."""
+        """The GEMM of l1 or l2."""
         hidden, inter = case.int("hidden"), case.int("intermediate")
         return cls("w2", "a2", hidden, inter) if case["stage"] == "l2" else cls("w1", "x", 2 * inter, hidden)
 
 
 def floor_us(case: Case, routes: int) -> float | None:
-    """The floor of a GEMM's bytes or FLOPs; None for a layer."""
+    """Microseconds that a GEMM's bytes or FLOPs need at least; None for a layer."""
     if case["stage"] == "layer":
         return None
     product, inter = Product.of(case), case.int("intermediate")
@@ -147,7 +147,7 @@ def floor_us(case: Case, routes: int) -> float | None:
 
 
 def read_bytes(case: Case, routes: int) -> int:
-    """Bytes of weights of the experts that `case` visits, as NVFP4."""
+    """Bytes of NVFP4 weights of the experts that `case` visits."""
     stages = {"l1": 2, "l2": 1, "layer": 3}[str(case["stage"])]
     return stages * min(case.int("num_experts"), routes) * case.int("hidden") * case.int("intermediate") * 9 // 16
 
@@ -157,7 +157,7 @@ def read_bytes(case: Case, routes: int) -> int:
 
 @dataclass
 class PeerCall:
-    """Another's kernels, ready. `launch()`: bf16 [routes, hidden] of l2, None if it writes the row's own tensors."""
+    """A peer's kernels, ready. `launch()`: bf16 [routes, hidden] of l2, None if it writes the row's own tensors."""
 
     launch: Callable[[], torch.Tensor | None]
 
@@ -166,11 +166,11 @@ class PeerCall:
         self.launch()
 
     def collect(self) -> None:
-        """Nothing: results stay where they are."""
+        """Does nothing: results stay where they are."""
 
 
 def accumulator_scale(product: Product, tensors: Tensors) -> torch.Tensor:
-    """f32 [experts]: the factor of a GEMM's sums; that of tokens comes behind l1."""
+    """f32 [experts]: the factor of a GEMM's sums. The tokens' factor is applied after l1."""
     return tensors["w1_gs"] if product.w == "w1" else tensors["a2_gs"] * tensors["w2_gs"]
 
 
@@ -181,12 +181,12 @@ def _weights(product: Product, tensors: Tensors) -> tuple[torch.Tensor, torch.Te
 
 
 def _ends(case: Case, routes: Routing) -> torch.Tensor:
-    """int64 [experts]: the number of routes up to and including those of each expert."""
+    """int64 [experts]: the number of routes up to and including each expert's."""
     return routes.expert.bincount(minlength=case.int("num_experts")).cumsum(0)
 
 
 class Peers:
-    """Other people's GEMMs on the operands of a case; weights in their forms are kept from row to row."""
+    """Peers' GEMMs on the operands of a case. Weights in a peer's layout are kept from row to row."""
 
     def __init__(self) -> None:
         self._layers: dict[str, torch.nn.Module] = {}
@@ -200,7 +200,7 @@ class Peers:
         return dequantise(codes[index], sf[index], dtype=torch.bfloat16), routes
 
     def _ended(self, case: Case, tensors: Tensors, routes: Routing, gemm: Callable[[], torch.Tensor]) -> PeerCall:
-        """The GEMM, with SwiGLU and requantisation behind it in l1."""
+        """Wraps the GEMM; in l1 SwiGLU and requantisation follow it."""
         if case["stage"] == "l2":
             return PeerCall(gemm)
         from conformance.gpu.peer_swiglu import SwigluRequantise
@@ -213,7 +213,7 @@ class Peers:
         return PeerCall(lambda: end(gemm()))
 
     def humming(self, case: Case, tensors: Tensors) -> PeerCall:
-        """HummingLayer (modelopt, nvfp4), grouped_contiguous, its heuristic configuration."""
+        """Calls HummingLayer (modelopt, nvfp4), grouped_contiguous, in its heuristic configuration."""
         (a, routes), product = self._activations(case, tensors), Product.of(case)
         if product.w not in self._layers:
             scale = accumulator_scale(product, tensors)
@@ -222,7 +222,7 @@ class Peers:
         return self._ended(case, tensors, routes, gemm)
 
     def torch_bf16(self, case: Case, tensors: Tensors) -> PeerCall:
-        """torch._grouped_mm on weights dequantised to bf16."""
+        """Calls torch._grouped_mm on weights dequantised to bf16."""
         (a, routes), product = self._activations(case, tensors), Product.of(case)
         if product.w not in self._dense:
             self._dense.clear()
@@ -237,8 +237,8 @@ class Peers:
 
 
 def error_of(case: Case, tensors: Tensors, found: torch.Tensor | None = None) -> float:
-    """Relative error of three experts' rows in float64: of l2, `found` bf16 [routes, hidden] or tensors["rows"]; of l1,
-    a2 against activations before their requantisation."""
+    """Relative error of three experts' rows against float64. l2: of `found`, bf16 [routes, hidden], or tensors["rows"].
+    l1: of a2 against the activations before their requantisation."""
     routes, product = routing(case, tensors["topk_ids"]), Product.of(case)
     wrong = right = 0.0
     experts = [*dict.fromkeys(routes.expert.tolist())]
@@ -263,7 +263,7 @@ def error_of(case: Case, tensors: Tensors, found: torch.Tensor | None = None) ->
 
 
 def _numbers(tensors: Tensors, name: str, product: Product, expert: int | None = None) -> torch.Tensor:
-    """f64: codes times block scales of an operand, of one expert if it is weights."""
+    """f64: codes times block scales of an operand; for weights, of one expert."""
     codes, sf = (tensors[f"{name}_{part}"] for part in ("codes", "sf"))
     if expert is not None:
         codes, sf = codes[expert], sf[expert]
@@ -278,7 +278,7 @@ def spoil(case: Case, tensors: Tensors) -> None:
 
 @dataclass
 class Watched:
-    """A way to do a row, its stopwatch and its samples in microseconds."""
+    """One way to run a row, with its stopwatch and its samples in microseconds."""
 
     name: str
     watch: DeviceStopwatch
@@ -286,7 +286,7 @@ class Watched:
     mhz: list[int | None]
 
     def summary(self) -> list[float]:
-        """Median, tenth and ninetieth percentile."""
+        """Median, 10th and 90th percentile."""
         ordered = sorted(self.samples)
         return [
             round(value, 1)
@@ -297,8 +297,8 @@ class Watched:
 
 
 def kernel_times(call: PreparedCall, replays: int = ROUNDS * SAMPLES) -> dict[str, float]:
-    """Microseconds by kernel: from the end of the one before (the first: from its own start) to its own end, cold,
-    medians."""
+    """Cold median microseconds by kernel: from the end of the previous one (the first: from its own start) to its own
+    end."""
     from torch.profiler import ProfilerActivity, profile
 
     from backends.gpu.stopwatch import flushing
@@ -330,18 +330,18 @@ def kernel_times(call: PreparedCall, replays: int = ROUNDS * SAMPLES) -> dict[st
 Way = Callable[[Case, Tensors], AnyProgram | PeerCall]
 Ways = Mapping[str, Way]
 Held = Mapping[str, Mapping[str, AnyProgram]]
-"""Programs by the name of their file and by case."""
+"""Programs by file name and by case."""
 PEERS: Final = ("humming", "torch bf16 grouped mm")
 
 
 def bound(way: Way, case: Case, tensors: Tensors, stack: ExitStack) -> PreparedCall:
-    """What `way` launches on `tensors`, until `stack` is closed."""
+    """Binds `way` to `tensors` until `stack` is closed."""
     made = way(case, tensors)
     return made if isinstance(made, PeerCall) else stack.enter_context(EXECUTOR.bind(made, tensors, RunOptions()))
 
 
 def launched(call: PreparedCall) -> torch.Tensor | None:
-    """Launches once and waits; what a peer returns."""
+    """Launches once and waits. Returns what a peer returns."""
     found = None
     if isinstance(call, PeerCall):
         found = call.launch()
@@ -352,7 +352,7 @@ def launched(call: PreparedCall) -> torch.Tensor | None:
 
 
 def measured(case: Case, operands: Operands, ways: Ways, *, profiled: bool = True) -> dict[str, Any]:
-    """One row: every way by turns, its error, the floor."""
+    """Measures one row: every way by turns, its error, the floor."""
     tensors = operands.tensors(case)
     routes = int((tensors["topk_ids"] >= 0).sum())
     floor = floor_us(case, routes)
@@ -384,7 +384,7 @@ def measured(case: Case, operands: Operands, ways: Ways, *, profiled: bool = Tru
             for one in (*watched[at:], *watched[:at]):
                 one.samples += one.watch.samples("cold", 1, SAMPLES)
                 one.mhz.append(clocks().sm_mhz)
-        # Behind the rounds, as a device that is at its power cap then runs at another clock than one that was idle.
+        # After the rounds: a device at its power cap then runs at other clocks than an idle one.
         if profiled:
             kernels = {name: kernel_times(call) for name, call in calls.items() if not isinstance(call, PeerCall)}
     report["us"] = {one.name: one.summary() for one in watched}
@@ -398,7 +398,7 @@ def measured(case: Case, operands: Operands, ways: Ways, *, profiled: bool = Tru
 
 
 def run_once(case: Case, operands: Operands, ways: Ways) -> None:
-    """Every way once."""
+    """Runs every way once."""
     tensors = operands.tensors(case)
     for way in ways.values():
         with ExitStack() as stack:
@@ -406,13 +406,13 @@ def run_once(case: Case, operands: Operands, ways: Ways) -> None:
 
 
 def packed(backend: str, rows: Sequence[str]) -> dict[str, AnyProgram]:
-    """The programs of MODULE:ATTRIBUTE for `rows`, by case."""
+    """Builds the programs of MODULE:ATTRIBUTE for `rows`, by case."""
     module, _, attribute = backend.partition(":")
     return {case.id: getattr(import_module(module), attribute).build(case, TARGET) for case in cases_of(rows)}
 
 
 def ways_of(held: Held, peers: bool) -> dict[str, Way]:
-    """Every way to do a row by name."""
+    """Returns every way to run a row, by name."""
     found: dict[str, Way] = {name: lambda case, _, ours=ours: ours[case.id] for name, ours in held.items()}
     if peers:
         them = Peers()
@@ -421,7 +421,7 @@ def ways_of(held: Held, peers: bool) -> dict[str, Way]:
 
 
 def lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """A short table of a row."""
+    """Yields a short table of a row."""
     shares = report.get("share_of_floor", {})
     row = report["case"].partition(f"num_experts={EXPERTS},")[2]
     yield f"{row}: floor {report['floor_us']}, read {report['bare_read_us']}"
@@ -434,7 +434,7 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def ways_for(case: Case, ways: Ways) -> dict[str, Way]:
-    """Those of `ways` that a row has: peers have no whole layer."""
+    """Keeps the `ways` that a row has: peers have no whole layer."""
     return {name: way for name, way in ways.items() if case["stage"] != "layer" or name not in PEERS}
 
 
@@ -449,7 +449,7 @@ def dry_run(rows: Sequence[str], held: Held, peers: bool) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Packs, or measures the rows; the status is the number of ways that failed or, in a dry run, are missing."""
+    """Packs or measures the rows. Returns the number of ways that failed or, in a dry run, are missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, help="takes the report, or with --pack the programs")
     parser.add_argument("--pack", metavar="MODULE:ATTRIBUTE", help="write the programs of this backend instead")

@@ -1,7 +1,7 @@
 """All checks that need a device, in one go: python3 -m conformance.gpu.on_device OUT [--carried FOLDER].
 
-Each section runs in its own process, so that a fault costs no other section. Its findings are printed and written to
-OUT. The exit status is that of the worst section.
+Each section runs in its own process, so that a fault leaves the others alone. Its findings are printed and written to
+OUT. The exit status is the worst section's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WANTED = {1: "failed", 3: "timed_out", 5: "failed", 7: "failed", 9: "error"}
 
 
 def facts(out: Path, carried: Path | None) -> bool:
-    """The device as the executor describes it, with versions of software."""
+    """Writes the executor's description of the device, and software versions."""
     from backends.gpu.executor import EXECUTOR
 
     for name in ("torch", "triton", "cuda-bindings", "nvidia-ml-py", "apache-tvm-ffi", "nvidia-cutlass-dsl"):
@@ -44,7 +44,7 @@ def facts(out: Path, carried: Path | None) -> bool:
 
 
 def probe(name: str) -> Callable[[Path, Path | None], bool]:
-    """A section: one probe on the device, compared with the VM's outputs."""
+    """Section: one probe on the device, compared with the VM's outputs."""
 
     def section(out: Path, carried: Path | None) -> bool:
         from backends.gpu.executor import EXECUTOR
@@ -69,7 +69,7 @@ def probe(name: str) -> Callable[[Path, Path | None], bool]:
 
 
 def faults(out: Path, carried: Path | None) -> bool:
-    """A section: rows that break the device, each between two rows that must pass."""
+    """Section: rows that break the device, each between two rows that must pass."""
     from megamoe.contract import Row
     from megamoe.judge.run import RunSettings, judged
     from megamoe.records.files import RecordWriter
@@ -91,7 +91,7 @@ def faults(out: Path, carried: Path | None) -> bool:
 
 
 def rows(out: Path, carried: Path | None) -> bool:
-    """A section: every cell of the full profile that our kernels have for this device, judged as anywhere."""
+    """Section: every cell of the full profile that our kernels have for this device, judged as usual."""
     from megamoe.judge.run import RunSettings, judged
     from megamoe.records.files import RecordWriter
     from megamoe.records.provenance import run_header
@@ -114,7 +114,7 @@ def rows(out: Path, carried: Path | None) -> bool:
 
 
 def times(out: Path, carried: Path | None) -> bool:
-    """A section: the stopwatch against triton.testing.do_bench."""
+    """Section: the stopwatch against triton.testing.do_bench."""
     from conformance.gpu.agreement import KERNELS, compared
 
     table: dict[str, object] = {}
@@ -145,7 +145,7 @@ SECTIONS: Mapping[str, Callable[[Path, Path | None], bool]] = {
 
 
 def main() -> int:
-    """Runs every section, or the one named."""
+    """Runs every section, or only the named one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder that takes the results")
     parser.add_argument("--carried", type=Path, help="folder with the probes, as conformance.gpu.pack makes it")

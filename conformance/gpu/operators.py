@@ -1,8 +1,8 @@
 """megamoe's torch operators on a device: python -m conformance.gpu.operators FILE [WORD ...]
 
-Right, against torch; in torch.compile, CUDA graphs, threads and streams; without a wait; and what a warm call costs the
-CPU. Writes FILE as JSON and prints what failed; the status is the number of failures. A WORD takes the steps whose
-names have it.
+Checks them against torch, in torch.compile, CUDA graphs, threads and streams, and without a wait for the device;
+measures the CPU time of a warm call. Writes FILE as JSON and prints what failed; the status is the number of failures.
+A WORD picks the steps with that word in their names.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from megamoe.torch_ops.calls import DeviceCall
 from megamoe.torch_ops.quantise import quantised_tokens
 
 WARM_UP, ROUNDS, CALLS = 15, 60, 200
-"""Batches of calls, those that do not count first, and calls a batch. The device is idle before each batch, and never
-falls behind by a full queue."""
+"""Warm-up batches, counted batches, and calls a batch. The device is idle before each batch, and its queue never fills
+up."""
 MIN_COSINE = 0.9999
 MIN_NVFP4_COSINE = 0.98
-"""Of a layer against one whose activations are not quantised."""
+"""Lower limit for a layer against one without quantised activations."""
 BACKENDS = ("cutedsl", "ptx")
 
 
 def cpu_us(call: Callable[[], object]) -> dict[str, float]:
-    """Microseconds that a warm `call` keeps its thread: the median and the best of the batches' means."""
+    """Microseconds of CPU time of a warm `call`: the median and the best of the batches' means."""
     means: list[float] = []
     with torch.inference_mode():
         for _ in range(ROUNDS + WARM_UP):
@@ -55,7 +55,7 @@ def cpu_us(call: Callable[[], object]) -> dict[str, float]:
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """RuntimeError if torch waits for the device."""
+    """Makes torch raise RuntimeError if it waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -64,13 +64,13 @@ def without_waiting() -> Iterator[None]:
 
 
 def qkv(batch: int, heads: int, kv_heads: int, t: int, s_k: int, hd: int) -> tuple[torch.Tensor, ...]:
-    """bf16 q, k and v."""
+    """Returns random bf16 q, k and v."""
     shapes = (batch, heads, t, hd), (batch, kv_heads, s_k, hd), (batch, kv_heads, s_k, hd)
     return tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
 
 
 def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """By torch, in float32."""
+    """Computes attention with torch, in float32."""
     t, s_k = q.shape[2], k.shape[2]
     mask = torch.ones(t, s_k, device=q.device, dtype=torch.bool).tril(s_k - t) if causal else None
     group = q.shape[1] // k.shape[1]
@@ -79,12 +79,12 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) ->
 
 
 def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Of all elements."""
+    """Cosine of two tensors over all elements."""
     return float(torch.nn.functional.cosine_similarity(one.double().flatten(), other.double().flatten(), dim=0))
 
 
 def hold(what: str, holds: object) -> None:
-    """AssertionError with `what` unless it holds."""
+    """Raises AssertionError with `what` unless it holds."""
     if not holds:
         raise AssertionError(what)
 
@@ -172,7 +172,7 @@ def attention_cost(backend: str) -> dict[str, Any]:
 
 
 def dispatcher_cost(_: str) -> dict[str, Any]:
-    """What the dispatcher takes for an operator in Python that does nothing, made the two ways."""
+    """Measures the dispatcher's cost of a Python operator that does nothing, registered in either way."""
     library = torch.library.Library("megamoe_cost", "DEF")
     library.define("plain(Tensor q, Tensor k, Tensor v, bool causal, int? window, float? scale, str? name) -> Tensor")
     library.impl("plain", lambda q, k, v, causal, window, scale, name: torch.empty_like(q), "CUDA")
@@ -196,7 +196,7 @@ def dispatcher_cost(_: str) -> dict[str, Any]:
 
 
 def layer(experts: int, hidden: int, intermediate: int, tokens: int, topk: int) -> tuple[Any, ...]:
-    """x, weights, ids and weights of choices of a random layer; activations fit the calibration."""
+    """x, weights, ids and routing weights of a random layer; activations fit the calibration."""
     up_shape, down_shape = (experts, intermediate, hidden), (experts, hidden, intermediate)
     gate, up = (torch.randn(up_shape, device="cuda", dtype=torch.bfloat16) / hidden**0.5 for _ in range(2))
     down = torch.randn(down_shape, device="cuda", dtype=torch.bfloat16) / intermediate**0.5
@@ -207,7 +207,7 @@ def layer(experts: int, hidden: int, intermediate: int, tokens: int, topk: int) 
 
 
 def dequantised_layer(x: torch.Tensor, weights: Any, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """f32, with the numbers that the weights hold and activations as they are."""
+    """f32, computed from the dequantised weights and the activations as they are."""
     y = torch.zeros(x.shape, device=x.device)
     for expert in range(weights.num_experts):
         gate, up, down = weights.dequantised(expert)
@@ -241,7 +241,7 @@ def moe_is_right(backend: str) -> dict[str, float]:
 
 
 def replay_us(call: Callable[[], object], replays: int = 12, warm: int = 2) -> float:
-    """Median microseconds of device time of `call` in a graph, with what the L2 holds after the last replay.
+    """Median microseconds of device time of `call` in a graph; the L2 holds what the last replay left.
 
     The first `warm` replays do not count.
     """
@@ -281,18 +281,18 @@ def _layer_cost(tokens: int, backend: str) -> dict[str, float]:
 
 
 def by_the_codec(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As quantised_tokens."""
+    """Same as quantised_tokens."""
     gs = global_scale(x, per=1)
     codes, sf = quantise(x, gs, check=False)
     return codes, swizzle_scales(sf), gs
 
 
 QUERIES, KEYS = (4, 0, 1, 3), (700, 30, 0, 9)
-"""Of each sequence."""
+"""Lengths of each sequence."""
 
 
 def sequences(page: int) -> tuple[tuple[torch.Tensor, ...], megamoe.SequenceLengths]:
-    """q, k and v of hd 128, and lengths: keys one behind the other, or in pages of `page` keys. The rest is NaN."""
+    """q, k and v of hd 128, and lengths: packed keys, or pages of `page` keys. The rest is NaN."""
     starts = torch.tensor([0, *itertools.accumulate(QUERIES)], device="cuda", dtype=torch.int32)
     q = torch.randn(sum(QUERIES), 8, 128, device="cuda", dtype=torch.bfloat16)
     given: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": 4, "max_seqlen_k": 704}
@@ -373,7 +373,7 @@ def quantisation_is_right(_: str) -> dict[str, bool]:
 
 
 def main() -> int:
-    """Everything, one after the other: a failure costs its own entry."""
+    """Runs every step in turn. A failing step leaves the others alone."""
     torch.manual_seed(0)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),

@@ -1,4 +1,5 @@
-"""Packs what a device machine without a network lacks: python -m conformance.gpu.pack FOLDER [PACKAGE ...].
+"""Packs the packages that a device machine without a network lacks: python -m conformance.gpu.pack FOLDER [PACKAGE
+...].
 
 FOLDER then holds wheels for Python 3.12 on x86-64, CuTeDSL's runtime library, and the probes with the VM's outputs. On
 the device machine, in the repository's root: source FOLDER/activate.sh. That also registers the backends and executors
@@ -19,8 +20,8 @@ from pathlib import Path
 
 from conformance import ROOT
 
-# Imports of megamoe and the executor `gpu` that a machine with torch, triton, numpy, scipy and pytest lacks. llvmlite
-# is too large, and only the VM's host programs need it.
+# Imports of megamoe and the executor `gpu` that are missing on a machine with torch, triton, numpy, scipy and pytest.
+# llvmlite is too large, and only the VM's host programs need it.
 PACKAGES = (
     "annotated-doc", "annotated-types", "apache-tvm-ffi", "click", "cuda-bindings", "cuda-pathfinder", "junitparser",
     "lark", "markdown-it-py", "mdurl", "ml_dtypes", "msgspec", "nvidia-ml-py", "Pebble", "psutil", "pydantic",
@@ -41,13 +42,13 @@ python3 -m conformance.gpu.pack --metadata $site
 
 
 def pins() -> dict[str, str]:
-    """name -> name==version for the pins of constraints.txt; names in the normal form of the packaging rules."""
+    """Returns name -> name==version for the pins of constraints.txt; names are normalised by the packaging rules."""
     lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
     return {_normal(line.partition("==")[0]): line for line in lines if "==" in line}
 
 
 def download(packages: Iterable[str], folder: Path) -> None:
-    """Downloads wheels of `packages` into `folder`, at our pins if any. CalledProcessError if one is not there."""
+    """Downloads wheels of `packages` into `folder`, at our pins if any. CalledProcessError if one is missing."""
     pinned = pins()
     platforms = [part for name in PLATFORMS for part in ("--platform", name)]
     wanted = [pinned.get(_normal(name), name) for name in packages]
@@ -57,7 +58,7 @@ def download(packages: Iterable[str], folder: Path) -> None:
 
 
 def metadata(folder: Path) -> None:
-    """Writes a dist-info of this package, so that entry points are found without an installation."""
+    """Writes a dist-info of this package, so that entry points work without an installation."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     place = folder / f"{project['name']}-{project['version']}.dist-info"
     place.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,7 @@ def probes(folder: Path) -> None:
 
 
 def main() -> None:
-    """Makes the folder anew, or writes only the metadata."""
+    """Creates the folder anew, or writes only the metadata."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("packages", nargs="*", help="further wheels")

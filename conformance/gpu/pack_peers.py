@@ -1,4 +1,4 @@
-"""Packs other people's kernels for a device machine without a network: python -m conformance.gpu.pack_peers FOLDER ...
+"""Packs the peers' kernels for a device machine without a network: python -m conformance.gpu.pack_peers FOLDER ...
 
 Packs the CuTeDSL compiler and the packages of backends/peers, for Python 3.12 on x86-64, installed and compressed into
 one archive, a third smaller than the wheels. The archive is cut into one part a folder, and each part travels alone. On
@@ -50,7 +50,7 @@ def install(wheels: Path, site: Path) -> None:
 
 
 def compress(site: Path, archive: Path) -> None:
-    """An archive of the files in `site`; equal files give equal bytes."""
+    """Archives the files in `site`; equal files give equal bytes."""
     with tarfile.open(archive, "w:xz", preset=PRESET) as tar:
         for path in sorted(site.iterdir()):
             tar.add(path, path.name, filter=_anonymous)
@@ -79,7 +79,7 @@ def spread(archive: Path, folders: list[Path], site: str = SITE) -> None:
 
 
 def main() -> None:
-    """Makes the folders anew."""
+    """Creates the folders anew."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     given = parser.parse_args()

@@ -2,9 +2,9 @@
 # pyright: reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportUnknownMemberType=false, reportUnknownParameterType=false, reportMissingParameterType=false
 # pyright: reportUnknownArgumentType=false
-"""What a peer's first GEMM lacks of stage l1: SwiGLU and requantisation to NVFP4, as one Triton kernel of ours.
+"""The rest of stage l1 after a peer's first GEMM: SwiGLU and requantisation to NVFP4, as a Triton kernel of ours.
 
-Nobody has this epilogue on Hopper. A program takes one route and BLOCKS blocks of 16 activations, reads gate and up as
+No peer has this epilogue on Hopper. A program takes one route and BLOCKS blocks of 16 activations, reads gate and up as
 bf16, and writes codes and swizzled scales.
 """
 
@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 BLOCKS = 64
-"""Blocks of 16 activations a program."""
+"""Blocks of 16 activations for each program."""
 WARPS = 4
 
 
 @triton.jit
 def _code(magnitude):
-    """e2m1 of numbers from 0 to 6, to nearest even."""
+    """Rounds numbers from 0 to 6 to e2m1, to nearest even."""
     code = tl.where(magnitude > 0.25, 1, 0) + tl.where(magnitude >= 0.75, 1, 0) + tl.where(magnitude > 1.25, 1, 0)
     code += tl.where(magnitude >= 1.75, 1, 0) + tl.where(magnitude > 2.5, 1, 0)
     return code + tl.where(magnitude >= 3.5, 1, 0) + tl.where(magnitude > 5.0, 1, 0)
@@ -63,8 +63,8 @@ def _kernel(
 class SwigluRequantise:
     """The kernel, bound to the routes of a case and to its outputs.
 
-    `routes`: row, token and expert of each, int64 [routes]; `token_gs` f32 [tokens]; `a2_gs` f32 [experts]. `codes` u8
-    [rows, intermediate / 2] and `sf` u8, swizzled, are written.
+    `routes`: row, token and expert of each, int64 [routes]; `token_gs` f32 [tokens]; `a2_gs` f32 [experts]. It writes
+    `codes`, u8 [rows, intermediate / 2], and `sf`, u8, swizzled.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Probes: programs with their inputs and the VM's outputs, as files to send to a device machine.
+"""Probes: programs with their inputs and the VM's outputs, as files for a device machine.
 
 Two are raw PTX for sm_90a: a bf16 product through TMA and wgmma, and an exchange between CTAs of a cluster. Four are
 the ptx backend's attention: outputs of the device and of the VM must agree bit by bit. Two come from CuTeDSL, as host
@@ -34,7 +34,7 @@ from megamoe.contract import (
 
 @dataclass(frozen=True)
 class Probe:
-    """`tensors` are inputs and outputs before the run, `expected` the outputs after a run on the VM."""
+    """`tensors`: inputs and outputs before the run. `expected`: the outputs after a run on the VM."""
 
     name: str
     program: Program | HostProgram
@@ -43,7 +43,7 @@ class Probe:
     expected: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     def on(self, executor: Executor, device: str = "cpu") -> dict[str, torch.Tensor]:
-        """The outputs of a run on `executor`, on the CPU. AssertionError with the sentence of a broken rule."""
+        """Runs on `executor` and returns the outputs on the CPU. AssertionError with the sentence of a broken rule."""
         tensors = {name: tensor.clone().to(device) for name, tensor in self.tensors.items()}
         options = RunOptions(accumulate="hopper") if executor.name == "vm" else RunOptions()
         execution = executor.run(self.program, tensors, options)
@@ -51,12 +51,12 @@ class Probe:
         return {name: tensors[name].cpu() for name in self.outputs}
 
     def with_expected(self) -> Probe:
-        """This probe with outputs of the VM, under its bit-exact model of an H200's tensor core."""
+        """This probe with the VM's outputs, under its bit-exact model of an H200's tensor core."""
         return Probe(self.name, self.program, self.tensors, self.outputs, self.on(load_executor("vm")))
 
 
 def differences(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Elements of each tensor that differ in any bit."""
+    """Counts the elements of each tensor that differ in any bit."""
     return {name: int((_bits(found[name]) != _bits(expected[name])).sum()) for name in expected}
 
 
@@ -71,7 +71,7 @@ def save(probe: Probe, path: Path) -> None:
 
 
 def load(path: Path) -> Probe:
-    """Reads what `save` wrote. It is a pickle: load only files of your own."""
+    """Reads a file that `save` wrote. It is a pickle: load only files of your own."""
     return pickle.loads(path.read_bytes())
 
 
@@ -140,7 +140,7 @@ def _stores() -> str:
 
 
 WORDS = 24_576
-"""Words of dynamic shared memory that each CTA fills: 96 KiB, twice what needs no opt-in."""
+"""Words of dynamic shared memory that each CTA fills: 96 KiB, twice the size that needs no opt-in."""
 EXCHANGE = f"""
 .visible .entry exchange(.param .u64 out, .param .u32 factor)
 {{
@@ -184,7 +184,7 @@ def product_probe() -> Probe:
 
 
 def exchange_probe() -> Probe:
-    """Each CTA of a pair hands 96 KiB to the other: a cluster launch, and so much shared memory needs an opt-in."""
+    """Each CTA of a pair hands 96 KiB to the other: a cluster launch with enough shared memory to need an opt-in."""
     args = (BufferArg("out"), ScalarArg("u32", 2_654_435_761))
     launch = Launch("exchange", (4, 1, 1), (128, 1, 1), args, cluster=(2, 1, 1), dynamic_smem=4 * WORDS)
     tensors = {"out": torch.full((4, WORDS), -1, dtype=torch.int32)}
@@ -201,7 +201,7 @@ NAMES = tuple(f"fmha-{case.partition('hd=')[2].partition(',')[0]}" for case in C
 
 
 def fmha_probes() -> list[Probe]:
-    """One probe for each head dimension: ragged, grouped, with a window, causal."""
+    """One probe for each head dimension: partial tiles, grouped heads, a window, causal."""
     return [_fmha_probe(name, case) for name, case in zip(NAMES, CASES, strict=True)]
 
 
@@ -237,7 +237,7 @@ def compiled_scale_add() -> Artifact:
 
 
 def compiled_product() -> Artifact:
-    """c = a b^T by TMA and wgmma; k is known at run time only. As compiled_scale_add."""
+    """c = a b^T by TMA and wgmma; k is known at run time only. UnsupportedError without CuTeDSL."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
@@ -251,7 +251,8 @@ def compiled_product() -> Artifact:
 
 
 def scale_add_probe() -> Probe:
-    """LENGTH elements, no multiple of 128 a CTA. A product with 2 is exact: fused or not, the sum has the same bits."""
+    """LENGTH elements, not a multiple of a CTA's 128. A product with 2 is exact, so the sum has the same bits fused or
+    not."""
     generator = torch.Generator().manual_seed(7)
     tensors = {name: torch.randn(LENGTH, generator=generator) for name in "xy"}
     vectors = {name: TensorArg(name, "f32", (LENGTH,), packed=PackedFields(dims=(0,))) for name in "xy"}
@@ -270,5 +271,5 @@ def compiled_product_probe() -> Probe:
 
 
 def all_probes() -> list[Probe]:
-    """Every probe that a device machine gets. Compiling two of them needs CuTeDSL."""
+    """Every probe for a device machine. Compiling two of them needs CuTeDSL."""
     return [product_probe(), exchange_probe(), compiled_product_probe(), scale_add_probe(), *fmha_probes()]

@@ -1,7 +1,7 @@
 """An NVFP4 layer over the GPUs of a host against the same layer on one: python -m conformance.gpu.ranks FILE
 
-Tokens are split over the ranks, and so are the experts; a GPU alone has all of both. Writes FILE as JSON: microseconds
-of device time of a graph's replay, medians, of the slowest rank.
+Tokens and experts are split over the ranks; the single GPU has all of both. Writes FILE as JSON: median microseconds of
+device time of a graph's replay, on the slowest rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_COSINE = 0.9999
 
 
 def layer(device: torch.device) -> megamoe.MoeWeights:
-    """The whole layer, the same on every rank."""
+    """Returns the whole layer, the same on every rank."""
     torch.manual_seed(0)
     shape = (EXPERTS, INTERMEDIATE, HIDDEN)
     gate, up = (torch.randn(shape, device=device, dtype=torch.bfloat16) / HIDDEN**0.5 for _ in range(2))
@@ -35,14 +35,14 @@ def layer(device: torch.device) -> megamoe.MoeWeights:
 
 
 def replayed_us(call: Callable[[], torch.Tensor]) -> float:
-    """Median microseconds of a replay, after a call outside of any graph; ranks replay together."""
+    """Median microseconds of a replay, after one call outside a graph. Ranks replay together."""
     call()
     torch.cuda.synchronize()
     return replay_us(call, REPLAYS, warm=3)
 
 
 def measured(tokens: int, whole: megamoe.MoeWeights, mine: megamoe.MoeWeights) -> dict[str, float]:
-    """One size, on every rank. AssertionError if a token differs from what one GPU makes of it."""
+    """Measures one size, on every rank. AssertionError if a token differs from the single GPU's result."""
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), whole.w1_gs.device
     torch.manual_seed(tokens)
     x = torch.randn(tokens, HIDDEN, device=device, dtype=torch.bfloat16)
@@ -65,7 +65,7 @@ def measured(tokens: int, whole: megamoe.MoeWeights, mine: megamoe.MoeWeights) -
 
 
 def work(rank: int, ranks: int, rendezvous: str, file: str) -> None:
-    """What each process does."""
+    """Runs one rank's process."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     whole, share = layer(torch.device("cuda", rank)), EXPERTS // ranks

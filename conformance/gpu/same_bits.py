@@ -1,16 +1,16 @@
-"""Rows on a device and in the machine, bit by bit.
+"""Compares rows on a device with the machine, bit by bit.
 
     python -m conformance.gpu.same_bits run FILE --executor gpu --op nvfp4_moe     on an H200
     python -m conformance.gpu.same_bits run FILE --executor vm --op nvfp4_moe      anywhere
     python -m conformance.gpu.same_bits compare RECORD --device FILE ... --machine FILE ...
 
-`run` draws the inputs of each row of a profile, as the judge does, and keeps what its program of sm_90a leaves; the
+`run` draws the inputs of each row of a profile, as the judge does, and keeps the outputs of its sm_90a program; the
 machine models an H200's tensor core to the bit. `--part 2/8` is the second eighth of the rows. `compare` counts the
-elements that differ in any bit. Elements that may hold anything count as equal. With `--known RECORD` a row of which an
-older record says that no bit differs is not run again while its program is the same, and `compare` takes its line from
-there. Lines of other programs, and of cases that no profile has any more, are left out. A program is its text and its
-launches; of a line without `launches_sha256`, from before 2026-11-24, the text alone is compared, and both commands say
-of how many.
+elements that differ in any bit. Elements that may hold anything count as equal. With `--known RECORD`, `run` skips a
+row whose line in that older record has no differing bit, while its program is the same, and `compare` copies the line.
+Lines of other programs, and of cases that are in no profile any more, are left out. A program is its text and its
+launches. A line without `launches_sha256`, from before 2026-11-24, is compared by text alone; both commands print how
+many such lines there are.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ BACKENDS: Final = ("cutedsl", "ptx")
 
 @dataclass(frozen=True)
 class Digests:
-    """SHA-256 of a program. `text`: of its PTX, and of its host object if there is one. `launches`: of grids,
-    arguments, workspaces and all else that it has; "" where a record or a file does not tell."""
+    """SHA-256 of a program. `text`: its PTX, and its host object if there is one. `launches`: its grids, arguments,
+    workspaces and all other fields; "" if a record or a file does not have it."""
 
     text: str
     launches: str = ""
 
     def same(self, other: Digests) -> bool:
-        """Whether nothing that both tell differs."""
+        """Whether the digests that both have are equal."""
         told = self.launches and other.launches
         return self.text == other.text and (not told or self.launches == other.launches)
 
 
 @dataclass(frozen=True)
 class Left:
-    """What one `program` left. `fault`: what the judge would say of the memory, or the error that came instead; "" for
+    """Outputs of one `program`. `fault`: the judge's finding about the memory, or the error that occurred; "" for
     none."""
 
     program: Digests
@@ -78,13 +78,13 @@ Key = tuple[str, str]
 
 
 def rows_of(op: str, profile: str, backends: Sequence[str]) -> list[Key]:
-    """The rows of `op` in `profile`, the most work first."""
+    """Returns the rows of `op` in `profile`, the most work first."""
     selection = Selection(profile, ops=(op,), backends=tuple(backends), targets=(TARGET,), schedules=("eager",))
     return [(row.case, row.backend) for row in owed_rows(load_specs(), selection)]
 
 
 def program_of(spec: Spec, key: Key) -> tuple[AnyProgram, Digests] | None:
-    """The program of a row; None if its backend has none."""
+    """Builds the program of a row; None if its backend has none."""
     case_id, backend = key
     try:
         program = as_program(load_backend(backend).build(spec.parse_case(case_id), TARGET), backend)
@@ -94,7 +94,7 @@ def program_of(spec: Spec, key: Key) -> tuple[AnyProgram, Digests] | None:
 
 
 def digests_of(program: AnyProgram) -> Digests:
-    """Its text, and all that its fields hold beside the text and the compiler's name."""
+    """Hashes the text, and separately all other fields but the compiler's name."""
     host = program.host_object if isinstance(program, HostProgram) else b""
     text = (program.ptx or "").encode() + host
     names = {one.name for one in fields(program)} - {"ptx", "host_object", "compiler"}
@@ -106,7 +106,7 @@ def digests_of(program: AnyProgram) -> Digests:
 
 
 def left_by(key: Key, executor_name: str, known: Mapping[Key, Digests] = MappingProxyType({})) -> Left | None:
-    """What the program of a row leaves; None if its backend has none, or if `known` has the row of this program."""
+    """Runs the program of a row. None if its backend has none, or if `known` has the row with this program."""
     spec = load_specs()[key[0].partition(":")[0]]
     built = program_of(spec, key)
     if built is None or (key in known and known[key].same(built[1])):
@@ -121,7 +121,7 @@ def left_by(key: Key, executor_name: str, known: Mapping[Key, Digests] = Mapping
 
 
 def compared(device: Mapping[Key, Left], machine: Mapping[Key, Left]) -> list[dict[str, object]]:
-    """A line a row that ran on both sides. ValueError for a row of which they ran different programs."""
+    """Returns a line for each row that ran on both sides. ValueError if the two ran different programs."""
     found: list[dict[str, object]] = []
     for key in sorted(device.keys() & machine.keys()):
         here, there = device[key], machine[key]
@@ -162,7 +162,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def part_of(text: str) -> Nth:
-    """I/N on a command line."""
+    """Parses I/N of a command line."""
     try:
         return Nth.parse(text)
     except SelectionError as error:
@@ -192,7 +192,7 @@ def _differs(line: Mapping[str, Any]) -> bool:
 
 
 def todays(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those of cases that a profile has, and of the programs that their backends build by now."""
+    """Keeps the lines whose case is in a profile and whose program is the one that the backend builds today."""
     specs = load_specs()
     cases = {case.id for spec in specs.values() for profile in spec.profiles.values() for case in profile.cases}
     found: list[Mapping[str, Any]] = []
@@ -225,7 +225,7 @@ def _compare(given: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs or compares; the status is the number of rows with a fault, or of those that differ."""
+    """Runs or compares. Returns the number of rows that have a fault or differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="keep what programs leave")

@@ -1,4 +1,4 @@
-"""The device and the VM get the same arguments: two encoders, written apart, must give the same bytes."""
+"""The device and the VM get the same arguments: two encoders, written independently, must give the same bytes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def buffers() -> dict[str, Buffer]:
 
 
 def _told(value: ctypes.Structure) -> object:
-    """What a called function reads from a TVMFFIAny, through its pointers."""
+    """The values that a called function reads from a TVMFFIAny, through its pointers."""
     kind, place = value.type_index, value.value.pointer  # pyright: ignore[reportAttributeAccessIssue]
     if kind == host_program.DLTENSOR:
         tensor = host_program.DLTensor.from_address(place)

@@ -1,4 +1,4 @@
-"""Calls of the driver, recorded by a driver that writes down every call and launches nothing."""
+"""Calls of the driver, recorded by a fake driver that writes every call and launches nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFUSED = {
     "cuLaunchKernelEx": "launching product with grid (1, 1, 1), block (128, 1, 1)",
     "cuStreamSynchronize": "waiting for the end",
 }
-# File for the calls -> a probe of probe.py, and the failure that the driver plays.
+# Output file -> a probe of probe.py, and the failure that the driver plays.
 ATTEMPTS = {
     "product": ("product_probe", ""),
     "exchange": ("exchange_probe", ""),
@@ -38,8 +38,8 @@ ATTEMPTS = {
     "move refused": ("moved product_probe", "cuTensorMapReplaceAddress=1"),
     "pointers": ("moved exchange_probe", ""),
 }
-# One process imports and assembles, which takes as long as ten attempts; a fork of it makes each attempt,
-# and leaves torch where it is: to take it apart takes longer.
+# One process imports and assembles, which takes as long as ten attempts. A fork of it makes each attempt and exits
+# without unloading torch, which would take longer.
 SCRIPT = """
 import json, os, sys
 import backends.gpu.kernels as kernels
@@ -80,7 +80,7 @@ for name, (probe, failure) in json.loads(sys.argv[1]).items():
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The lines that our own libcuda.so.1 wrote in each attempt, and how the attempt ended."""
+    """The lines that the fake libcuda.so.1 wrote in each attempt, and how the attempt ended."""
     folder = tmp_path_factory.mktemp("driver")
     source = ROOT / "conformance" / "fakes" / "driver.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source), "-ldl"], check=True)

@@ -1,7 +1,7 @@
 """A program that cannot run, and one that breaks the device.
 
-The executor says why it cannot run, and the row is unsupported. A kernel that breaks the device costs its own row the
-status; later rows get a process with a device.
+The executor says why it cannot run, and the row is unsupported. A kernel that breaks the device fails its own row only;
+later rows get a process with a device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rows a device has judged with today's programs: each way in which a record may lack one is told."""
+"""Which rows a device has judged with today's programs: every way to lack one is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megamoe.records.lines import Evidence, Record, record_of
 
 ROWS = rows_of("nvfp4_moe", "smoke", ["ptx"])
 KEY = ROWS[-1]
-"""That with the least work."""
+"""The row with the least work."""
 
 
 def line(status: Status = "passed", program: str | None = "0" * 64, run: str = "late", executor: str = "gpu") -> Record:

@@ -31,16 +31,16 @@ from megamoe.contract import (
 
 
 class NotSupportedError(Exception):
-    """NVML's."""
+    """Stands in for NVML's exception."""
 
 
 class NoPermissionError(Exception):
-    """NVML's."""
+    """Stands in for NVML's exception."""
 
 
 @dataclass
 class FakeNvml:
-    """`mask`: reasons at this moment. `lost_ns`: counter of time lost to heat, None for a board without it."""
+    """`mask`: reasons at this moment. `lost_ns`: counter of time lost to heat, None if the board lacks it."""
 
     mask: int = 0
     lost_ns: int | None = 0
@@ -168,7 +168,8 @@ def test_a_sample_is_the_devices_time(
 
 
 def test_an_idle_device_would_have_shown_the_host(line: Timeline) -> None:
-    """The fault that the law above finds: without a flush in front, the stopwatch measures the wait for the launch."""
+    """Plants the fault that the test above finds: without a flush in front, the stopwatch measures the wait for the
+    launch."""
     call = SimulatedCall(line, 5.0, 900.0)
     watch = DeviceStopwatch(call, cold_by_graph=False)
     watch._enqueue_host_us = 0.0
@@ -208,7 +209,7 @@ def test_a_stopwatch_empties_the_l2_as_it_says(line: Timeline, flush: Flush, mon
 
 @pytest.mark.parametrize("word", [0, 1, 3 * 512 * 32 - 1, 3 * 512 * 32, 2 * 3 * 512 * 32 - 1])
 def test_a_bare_read_reads_every_word(word: int) -> None:
-    """It reads two steps of three CTAs; the only word that is not zero shows in the sink, wherever it lies."""
+    """Two steps of three CTAs read it. The only nonzero word shows in the sink, wherever it is."""
     size = 2 * step_bytes(3)
     tensors = {"source": torch.zeros(size // 4, dtype=torch.int32), "sink": torch.zeros(1, dtype=torch.int32)}
     tensors["source"][word] = 1

@@ -1,5 +1,5 @@
-"""The script that times NVFP4 MoE rows beside peers, as far as it goes without a device: its rows and floors, its
-measure of errors, its dry run. Each checker meets a planted fault."""
+"""The script that times NVFP4 MoE rows beside peers, without a device: its rows and floors, its error measure, its dry
+run. Each checker meets a planted fault."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from megamoe.spec.load import load_specs
 
 SMALL = "nvfp4_moe:hidden=256,intermediate=128,num_experts=3,tokens=12,topk=2"
 MOST_WRONG = {"l1": 0.15, "l2": 1e-9}
-"""Of a right answer: that of l1 is compared before its requantisation to four bits."""
+"""Error limit of a right answer. l1's is compared before its requantisation to four bits."""
 
 
 def _answered(stage: str) -> tuple[Case, Tensors]:
-    """A small row on operands of the script, with the oracle's outputs."""
+    """A small row on the script's operands, with the oracle's outputs."""
     torch.manual_seed(0)
     case = load_specs()["nvfp4_moe"].parse_case(f"{SMALL},stage={stage}")
     tensors = Operands("cpu").tensors(case)
@@ -80,7 +80,7 @@ def test_an_output_that_nobody_wrote_has_a_large_error(stage: str) -> None:
 
 
 def test_peers_multiply_the_operands_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for their kernels, which compute in float32."""
+    """The peers' kernels are stand-ins that compute in float32."""
     install(monkeypatch)
     case, tensors = _answered("l2")
     spoil(case, tensors)

@@ -1,4 +1,4 @@
-"""The parts of the archive of peers travel one by one and join on the other side."""
+"""Parts of the peers' archive travel one by one and join on the other side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device's probes on the VM: they compute what they say, under every schedule."""
+"""The device's probes on the VM: they compute what they claim, under every schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows on a device against the machine: what counts as the same, and the record of an H200."""
+"""Rows on a device against the machine: what counts as the same, and an H200's record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEY = ("nvfp4_moe:hidden=128,intermediate=128,num_experts=4,tokens=10,topk=2,wei
 
 @pytest.mark.parametrize("op", ["fmha", "nvfp4_moe"])
 def test_an_h200_has_the_machines_bits_in_every_row_that_was_compared(op: str) -> None:
-    """A row that came to the profile since need not be in the record: it takes an H200."""
+    """A row added to the profile later may be missing from the record: running it takes an H200."""
     lines = json.loads((RECORDS / f"h200-{op.removeprefix('nvfp4_')}-agreement.json").read_text("utf-8"))
     found = {(line["case"], line["backend"]) for line in lines}
     assert len(found) == len(lines), "a row is there twice"
@@ -83,7 +83,7 @@ def test_a_program_with_another_grid_scalar_or_workspace_is_another_program() ->
 
 
 def test_the_command_takes_parts_and_counts_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last row of a profile has the least work."""
+    """Uses the last row of a profile, as it has the least work."""
     rows = rows_of("nvfp4_moe", "smoke", ["ptx"])
     part = ["--op", "nvfp4_moe", "--profile", "smoke", "--backend", "ptx", "--part", f"{len(rows)}/{len(rows)}"]
     here, record = str(tmp_path / "here"), tmp_path / "record.json"
@@ -114,7 +114,7 @@ def test_the_command_takes_parts_and_counts_what_differs(tmp_path: Path, capsys:
 def test_a_record_keeps_no_line_of_a_program_or_a_case_of_the_past(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody has run such a row, so that no new line takes the place of the old one."""
+    """Nobody has run such a row anew, so no new line replaces the old one."""
     left = left_by(KEY, "vm")
     assert left is not None, f"{KEY} has no program"
     line = compared({KEY: left}, {KEY: left})[0]

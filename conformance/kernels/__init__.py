@@ -1,1 +1,1 @@
-"""Tests of the kernels: laws, mutants and what each backend promises."""
+"""Tests of the kernels: laws, mutants and the promises of each backend."""

@@ -1,1 +1,1 @@
-"""What an H200 answered, and the tests that hold the machine to it."""
+"""Recorded answers of an H200, and the tests that hold the machine to them."""

@@ -1,8 +1,8 @@
 """The machine's approximate functions against an H200's: hashes of every output of every unary function.
 
 `python -m conformance.silicon.mufu [STEP]` checks every STEP-th block (1: all of 19 x 2^32 outputs and 12 x 2^28
-quotients, some 15 minutes). A block is 2^22 outputs; its hash is the sum of out[j] (2 j + 1) modulo 2^64. Made on an
-H200 (driver 580.159.04, CUDA 13.0) on 2026-11-21 by running each instruction on all its operands.
+quotients, some 15 minutes). A block is 2^22 outputs; its hash is the sum of out[j] (2 j + 1) modulo 2^64. The hashes
+come from an H200 (driver 580.159.04, CUDA 13.0) that ran each instruction on all its operands on 2026-11-21.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from conformance import SILICON
 
 BLOCK = 1 << 22
 HASHES = np.load(SILICON / "numerics" / "mufu_hashes.npz")
-# Outputs are made and added up in pieces that a core's cache holds: three times faster than a block at once.
+# Computing and summing in pieces that fit a core's cache is three times faster than a whole block at once.
 PIECE = 1 << 16
 _WEIGHTS = 2 * np.arange(BLOCK, dtype=np.uint64) + np.uint64(1)
 _COUNT = np.arange(PIECE, dtype=np.uint64)
@@ -28,7 +28,7 @@ _UNIT = {"mufu_sin": mufu.sin, "mufu_cos": mufu.cos, "rcp64h": mufu.rcp64h, "rsq
 
 
 def pairs(first: int, kind: int) -> tuple[Words, Words]:
-    """PIECE operands of the divisions, from number `first` on.
+    """Returns PIECE operands of the divisions, from number `first` on.
 
     `kind` 0: any bits; 1: quotients near 2^-126; 2: quotients near overflow.
     """
@@ -49,7 +49,7 @@ def pairs(first: int, kind: int) -> tuple[Words, Words]:
 
 
 def function_of(name: str) -> Callable[..., Words]:
-    """What the machine computes for the hashes `name`, as a function of words."""
+    """Returns the machine's function for the hashes `name`, on words."""
     if name in _UNIT:
         return compiled(_UNIT[name])
     ftz, base = "_ftz" in name, name.replace("_ftz", "")
@@ -60,13 +60,13 @@ def function_of(name: str) -> Callable[..., Words]:
 
 
 def operands_of(name: str) -> str:
-    """What the functions of the hashes have in common that are asked with the same words."""
+    """A key that the functions with the same operand words share."""
     return f"div{name[-1]}" if name.startswith("div") else "unary"
 
 
 def differing(names: Sequence[str], blocks: Iterable[int]) -> list[tuple[str, int]]:
-    """Those of `blocks` whose outputs are not an H200's, with the name of the function. All names are of the same
-    operands. Block k of a unary function holds the operands from k 2^22."""
+    """Returns name and block of all outputs in `blocks` that differ from an H200's. All names must have the same
+    operands. Block k of a unary function holds the operands from k 2^22 on."""
     functions = {name: function_of(name) for name in names}
     return [
         (name, block)

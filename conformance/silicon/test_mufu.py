@@ -1,4 +1,4 @@
-"""The approximate functions give an H200's bits, compiled and as NumPy."""
+"""The approximate functions give an H200's bits, both compiled and in NumPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from backends.vm.numerics.compiled import compiled
 from conformance.silicon.mufu import HASHES, differing, operands_of
 
 UNIT = (mufu.rcp, mufu.rsq, mufu.sqrt, mufu.ex2, mufu.lg2, mufu.sin, mufu.cos, mufu.tanh, mufu.rcp64h, mufu.rsq64h)
-# A few of everything, and more where results vary: operands from 2^-9 to 2^8 of either sign.
+# A few blocks everywhere, and more where results vary: operands from 2^-9 to 2^8 of either sign.
 BLOCKS = (*range(0, 1024, 257), *range(236, 270, 6), *range(748, 782, 8))
 # Exponents 0 and 255, both signs, the ends of mantissas, and the steps of every function's ranges.
 SPECIAL = np.array(
@@ -34,14 +34,14 @@ def _quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", [name for name in HASHES.files if operands_of(name) == "unary"])
 def test_outputs_are_those_of_an_h200(name: str) -> None:
-    """Blocks over the whole range of operands; `python -m conformance.silicon.mufu` takes all of them."""
+    """Blocks over the whole range of operands; `python -m conformance.silicon.mufu` checks all of them."""
     wrong = differing([name], BLOCKS)
     assert not wrong, f"blocks {wrong} of 2^22 outputs differ from the H200's"
 
 
 @pytest.mark.parametrize("operands", ["div0", "div1", "div2"])
 def test_quotients_are_those_of_an_h200(operands: str) -> None:
-    """All divisions at once: to draw their operands takes longer than to divide them."""
+    """All divisions at once, because drawing their operands takes longer than dividing them."""
     names = [name for name in HASHES.files if operands_of(name) == operands]
     assert len(names) == 4, f"{operands}: {names}"
     wrong = differing(names, range(0, 64, 16))
@@ -85,6 +85,6 @@ def test_unknown_numpy_functions_are_refused_by_name() -> None:
 
 
 def test_operands_of_unlike_shapes_are_refused() -> None:
-    """The loop runs over raw memory: a shorter operand would be read beyond its end."""
+    """The loop runs over raw memory: it would read a shorter operand beyond its end."""
     with pytest.raises(ValueError, match=r"unlike shapes: \(32,\), \(1,\)"):
         approx.div_full(np.ones(32, np.float32), np.ones(1, np.float32))

@@ -1,7 +1,7 @@
-"""`python -m conformance.witness [--only TEXT] [--sources DIR]`: examine every witness and write the record.
+"""`python -m conformance.witness [--only TEXT] [--sources DIR]`: examines every witness and writes the record.
 
-Each target has a process of its own, since the compiler reads its target once. A witness that takes too long, or
-ends its process, has that as its reason.
+Each target has its own process, because the compiler reads its target once. A witness that takes too long, or ends its
+process, gets that as its reason.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _say(row: Row) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code is 1 if a witness computes something wrong, or if its faults are not as `known_fault` says."""
+    """Returns 1 if a witness computes something wrong, or if its faults do not match `known_fault`."""
     parser = argparse.ArgumentParser(prog="conformance.witness", description=__doc__)
     parser.add_argument("--only", default="", help="examine those whose name contains this, and write no record")
     parser.add_argument("--sources", type=Path, help="checkouts of public repositories, as owner+name or name: run too")
@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
 
 
 def absent(packages: Iterable[str]) -> list[str]:
-    """Those of `packages` that are not installed."""
+    """Returns those of `packages` that are not installed."""
     return sorted({name for name in packages if installed_version(name) is None})
 
 

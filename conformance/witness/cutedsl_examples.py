@@ -1,8 +1,8 @@
-"""Cases of NVIDIA's CuTeDSL examples: each is run as a program, at small sizes, and compares with torch by itself.
+"""Cases of NVIDIA's CuTeDSL examples: each runs as a program, at small sizes, and compares with torch by itself.
 
-Persistent kernels are told of two SMs, so that each CTA has two tiles or more. Programs whose sizes are fixed and too
-large for the machine are left out: 02_naive_gemm, 03_gemm_tiled_smem and 01_copy_grid_stride; so are those for several
-devices, for sm_103a and sm_120a, and for JAX.
+Persistent kernels see two SMs, so that each CTA has two tiles or more. Left out are programs with fixed sizes that are
+too large for the machine (02_naive_gemm, 03_gemm_tiled_smem and 01_copy_grid_stride), and programs for several devices,
+for sm_103a and sm_120a, and for JAX.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ _LANGUAGE = (
     "tvm_ffi/ampere_gemm_with_fake_tensor", "tvm_ffi/jit_and_use_in_torch",
 )  # fmt: skip
 _UNTIMED = ("tutorial_gemm/", "tutorial_tma/", "hstu", "moe/")
-"""Parts of the paths of programs that take no number of iterations."""
+"""Parts of the paths of programs without an option for iterations."""
 _PROFILER = "it checks its result inside torch's profiler of CUDA, and there is no such device"
 _HOST_ONLY = "it launches no kernel: host code prints a tensor of the host"
 _ROUNDING = "it admits no two roundings to float16, and torch rounds one of a thousand products the other way on a CPU"
@@ -192,7 +192,7 @@ _SKIPPED = {
     "ampere_gemm_with_fake_tensor": _ROUNDING,
     "torch_fake_tensor": _HOST_ONLY,
 }
-"""Parts of paths, and why those programs cannot be run here."""
+"""Parts of paths, and why those programs cannot run here."""
 
 
 def _of(folder: str, options: dict[str, tuple[str, ...]], *targets: Target, timed: bool = True) -> Iterator[PublicCase]:

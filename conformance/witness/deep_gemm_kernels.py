@@ -1,6 +1,6 @@
-"""Cases of DeepGEMM's kernels: its headers, instantiated as its own host code does, compiled by nvcc, by the CUDA door.
+"""Cases of DeepGEMM's kernels: headers, instantiated as in its own host code, compiled by nvcc, through the CUDA door.
 
-Two SMs and small blocks: rings of three stages wrap, and each CTA has two tiles.
+With two SMs and small blocks, rings of three stages wrap, and each CTA has two tiles.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from megamoe.vm import tensor_map
 DEEP_GEMM = Checkout("deepseek-ai/DeepGEMM", "54e22612409371d6364144b69086735beb54e98b", "torch")
 _IMPLS = "deep_gemm/include/deep_gemm/impls"
 _BLOCK_K, _STAGES = 128, 3
-"""Bytes of a row of a stage, and stages."""
+"""Bytes of a row of a stage, and the number of stages."""
 _NORMAL, _OUT = "GemmType::Normal", "cutlass::bfloat16_t"
 MAX_DIFFERENCE = 1e-3
-"""Of DeepGEMM's own tests."""
+"""The limit of DeepGEMM's own tests."""
 
 
 def _kernel(header: str) -> str:
-    """The name of the kernel that a header has."""
+    """Returns the name of a header's kernel."""
     return header.replace(".cuh", "_impl")
 
 
 def _launch(
     header: Header, template: Sequence[object], args: Sequence[object], *, threads: int, smem: int, cluster: int
 ) -> None:
-    """Launch the kernel of a header, instantiated for the arguments `template`, on SM_COUNT CTAs."""
+    """Launches the kernel of a header, instantiated for the arguments `template`, on SM_COUNT CTAs."""
     cutlass = CUTLASS.folder(header.folder.parent)
     if cutlass is None or not (cutlass / "include").is_dir():
         pytest.skip(f"no headers of CUTLASS are beside {DEEP_GEMM.repository}")
@@ -52,19 +52,19 @@ void instance() {{ auto at = reinterpret_cast<void*>(&{name}<{", ".join(map(str,
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """One minus the cosine, as DeepGEMM's tests have it."""
+    """Limits 1 - 2 x.y / (x.x + y.y), the measure of DeepGEMM's tests."""
     x, y = found.double(), expected.double()
     difference = 1 - 2 * (x * y).sum() / (x * x + y * y).sum()
     assert difference < MAX_DIFFERENCE, f"one minus the cosine is {float(difference):.3g} of {MAX_DIFFERENCE}"
 
 
 def _map(tensor: torch.Tensor, rows: int, swizzle: Any = "128B", dtype: str | None = None) -> object:
-    """The map of a K-major operand or of an output, whose boxes are `rows` of 128 bytes."""
+    """The map of a K-major operand or of an output, with boxes of `rows` rows of 128 bytes."""
     return tensor_map(tensor, (rows, _BLOCK_K // tensor.element_size()), swizzle, dtype=dtype)
 
 
 def _fp8(header: Header, m: int, n: int, k: int, cluster: int) -> None:
-    """Factors of A a row and 128 columns, of B a block of 128 by 128."""
+    """A has a factor for each row and 128 columns, B for each block of 128 by 128."""
     a, b = (torch.randn(shape).to(torch.float8_e4m3fn) for shape in ((m, k), (n, k)))
     sfa, sfb = torch.rand(k // 128, m) + 0.5, torch.rand(n // 128, k // 128) + 0.5
     d = torch.zeros(m, n, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
-"""What a launch by a door costs beside the launch of the machine itself: `python -m conformance.witness --doors`.
+"""The cost of a launch through a door beyond the machine's own launch: `python -m conformance.witness --doors`.
 
-The record is results/doors.json, by door: the median and the largest of CPU milliseconds of one thread. Triton reads
-the source of its kernels and CuTeDSL the names of their module, so that they stand here.
+The record is results/doors.json, by door: the median and the largest CPU milliseconds of one thread. The kernels are
+defined here because Triton reads their source and CuTeDSL the names of their module.
 """
 
 # pyright: basic
@@ -49,7 +49,7 @@ PTX = """.version 8.7
 
 @triton.jit
 def triton_twice(x, y, size, BLOCK: tl.constexpr):
-    """Triton's."""
+    """The kernel for Triton."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + at, 2 * tl.load(x + at, mask=at < size), mask=at < size)
 
@@ -65,17 +65,17 @@ def _twice(x: cute.Tensor, y: cute.Tensor):
 
 @cute.jit
 def cute_twice(x: cute.Tensor, y: cute.Tensor):
-    """CuTeDSL's."""
+    """The function for CuTeDSL."""
     _twice(x, y).launch(grid=[cute.ceil_div(cute.size(x), 128), 1, 1], block=[128, 1, 1])
 
 
 def measured() -> dict[str, dict[str, float]]:
-    """The three doors of kernels, by name."""
+    """Measures the three doors of kernels, by name."""
     return {"CUDA/PTX": _of_ptx(), "Triton": _of_triton(), "CuTeDSL": _of_cutedsl()}
 
 
 def _beside(device: Device, call: Callable[[], object]) -> dict[str, float]:
-    """CPU of `call`, less that of the launch that it makes."""
+    """CPU time of `call` without the machine's launch inside it."""
     machine: Any = device.machine._machine  # pyright: ignore[reportAttributeAccessIssue]
     own, inside, over = machine.launch, list[float](), list[float]()
 
@@ -123,5 +123,5 @@ def _of_cutedsl() -> dict[str, float]:
 
 
 def renew() -> None:
-    """Measure and write the record."""
+    """Measures and writes the record."""
     write_file(DOORS, json.dumps(measured(), indent=1) + "\n", "the record of the doors")

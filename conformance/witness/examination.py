@@ -1,4 +1,4 @@
-"""Compiles one witness, runs it in the VM and compares, in a child process of the runner."""
+"""Compiles one witness, runs it in the VM and compares its results, in a child process of the runner."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Examination:
 
 
 def settle(target: Target) -> None:
-    """Prepare this process to compile for `target`: the packages ask the environment and the GPU driver."""
+    """Prepares this process to compile for `target`: the packages query the environment and the GPU driver."""
     os.environ["CUTE_DSL_ARCH"] = target
     os.environ["QUACK_ARCH"] = os.environ["FLASH_ATTENTION_ARCH"] = "".join(filter(str.isdigit, target))
     torch.set_num_threads(1)
     import cutlass.utils
 
     class NoDevice:
-        """Stands for cutlass.utils.HardwareInfo, which needs a driver."""
+        """Stands in for cutlass.utils.HardwareInfo, which needs a driver."""
 
         def __init__(self, device_id: int = 0) -> None: ...
 
@@ -59,7 +59,7 @@ def settle(target: Target) -> None:
 
 
 def examine(name: str) -> Examination:
-    """Compile the witness of that name, run it under every schedule and judge it; the row says what failed."""
+    """Compiles the named witness, runs it under every schedule and judges it; the row says what failed."""
     witness = next(one for one in WITNESSES if one.name == name)
     begin = time.perf_counter()
     try:
@@ -115,7 +115,7 @@ def _run(call: Call, schedule: str) -> _Run:
 
 
 def _sentence(problem: Exception) -> str:
-    """Type and first line of an exception, and where in the package's code it was raised."""
+    """Type and first line of an exception, and its place in the package's code."""
     trace, place = problem.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code

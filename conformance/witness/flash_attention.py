@@ -1,10 +1,10 @@
-"""FlashAttention-4: the forward kernels for sm_90a and sm_100a, and on sm_100a the split of the keys among CTAs.
+"""FlashAttention-4: the forward kernels for sm_90a and sm_100a, and on sm_100a split-KV over CTAs.
 
 Our own host function calls them. FA4's entry takes some thirty arguments; ours passes tensors, numbers and a stream.
 Sizes are dynamic: FA4 does not compile with static ones.
 """
 
-# What is imported here comes with the extra `witness` only.
+# These imports need the extra `witness`.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PACKAGE = "flash-attn-4"
 class Attention:
     """One attention forward in bf16.
 
-    `window`: number of visible keys left and right of the diagonal; the last query stands at the last key. `options`
-    go to the constructor of the kernel's class.
+    `window`: number of visible keys left and right of the diagonal; the last query is aligned with the last key.
+    `options` go to the constructor of the kernel's class.
     """
 
     target: Target

@@ -1,9 +1,9 @@
-"""The host functions through which FA4's kernels and quack's GEMMs are called. Needs CuTeDSL and the extra `witness`.
+"""The host functions that call FA4's kernels and quack's GEMMs. Needs CuTeDSL and the extra `witness`.
 
 CuTeDSL reads annotations at compile time from the module's own names, so the imports are at the top.
 """
 
-# What is imported here comes with the extra `witness` only.
+# These imports need the extra `witness`.
 # pyright: reportMissingImports=false
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def gemm_of(kernel: Callable[..., object], active_clusters: int) -> Callable[...
 
 
 def scaled_gemm_of(kernel: Callable[..., object], active_clusters: int) -> Callable[..., object]:
-    """As gemm_of, with block scales sfa and sfb of the operands."""
+    """Same as gemm_of, with block scales sfa and sfb of the operands."""
 
     @cute.jit
     def scaled_gemm(

@@ -1,7 +1,7 @@
 """Cases of operator libraries written in Triton: Liger-Kernel, and flash-linear-attention with its own tests.
 
-An operator of Liger is compared with PyTorch's, forward and backward: each driver draws the operands and says what is
-right. Rows are longer than a block of the kernel, and there are more rows than SMs.
+An operator of Liger is compared with PyTorch's, forward and backward: each driver draws the operands and provides the
+reference. Rows are longer than a block of the kernel, and there are more rows than SMs.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from megamoe.contract import Target
 
 LIGER = Checkout("linkedin/Liger-Kernel", "ead96b618e5c67bddc6a6e9bcb99bfe6b5ab661c", "triton", root="src")
 FLA = Checkout("fla-org/flash-linear-attention", "bc3b101dcb713ddc5bd8924b66754eb68b5ccf89", "triton", "3.8.0", ".")
-"""Triton 3.9 refuses an autotuned kernel of this commit, whose key names no argument of it."""
+"""Triton 3.9 refuses an autotuned kernel of this commit: its key names no argument of the kernel."""
 _TARGETS: tuple[Target, ...] = ("sm_90a", "sm_100a")
 
 Operator = Callable[..., Any]
 
 
 def _agree(ours: Operator, theirs: Operator, *inputs: torch.Tensor, atol: float = 1e-4, rtol: float = 1e-3) -> None:
-    """Outputs and gradients of two operators of floating-point `inputs` are close; one output or several."""
+    """Checks that outputs and gradients of two operators of floating-point `inputs` are close; one output or
+    several."""
     results = list[list[torch.Tensor]]()
     for operator in (ours, theirs):
         given = [one.clone().requires_grad_(one.is_floating_point()) for one in inputs]
-        # Some operators work in place, for which a leaf is no place.
+        # Some operators work in place, which a leaf does not allow.
         found = operator(*(one.clone() if one.requires_grad else one for one in given))
         outputs = [found] if isinstance(found, torch.Tensor) else list(found)
         cotangents = [torch.linspace(-1, 1, one.numel()).reshape(one.shape).to(one.dtype) for one in outputs]
@@ -40,7 +41,7 @@ def _agree(ours: Operator, theirs: Operator, *inputs: torch.Tensor, atol: float 
         assert_close(found, expected, atol=atol, rtol=rtol, msg=lambda said, index=index: f"result {index}: {said}")
 
 
-# Liger
+# Liger.
 
 
 def _rms_norm(ops: Any, rows: int, hidden: int, offset: float, casting_mode: str, dtype: torch.dtype) -> None:
@@ -233,7 +234,7 @@ def _of_liger() -> Iterator[PublicCase]:
     yield from _liger("tvd", _tvd, rows=6, vocabulary=1500)
 
 
-# flash-linear-attention: its own tests, each with a naive reference, forward and backward
+# flash-linear-attention: its own tests, each with a naive reference, forward and backward.
 
 
 def _fla(file: str, function: str, **arguments: Any) -> Iterator[PublicCase]:

@@ -1,7 +1,7 @@
 """Kernels of public repositories, from checkouts, through the doors: `nox -s witness -- --sources DIR`.
 
-A case calls one function of a checkout and compares what it computes with torch. Nothing of the checkouts is committed
-but the list of cases and what came of them: results/public.jsonl and its table.
+A case calls one function of a checkout and compares its result with torch. Nothing of the checkouts is committed except
+the list of cases and their outcomes: results/public.jsonl and its table.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from megamoe.records.provenance import installed_version
 from megamoe.vm import Device
 
 SETTLED = ("ok", "argued", "defect", "uncompiled")
-"""What a run need not repeat: nothing of ours is wrong with it."""
+"""Outcomes that a run need not repeat: they show no fault of ours."""
 LIMIT_SECONDS = 600
 SM_COUNT = 2
-"""What persistent kernels are told: so few that each CTA has two tiles of a small problem."""
+"""The number of SMs that persistent kernels see: so few that each CTA has two tiles of a small problem."""
 STEP_BUDGET = 40_000_000
 PACKAGES = "packages"
-"""The folder beside the checkouts with what they import and the environment lacks: `pip install --target`."""
+"""The folder beside the checkouts with imports of theirs that the environment lacks: `pip install --target`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """A public repository at a commit, for the package `distribution` of `version`, or of any if that is "".
+    """A public repository at a commit, for the package `distribution` of `version`; "" is any version.
 
-    `root`: the folder of it that goes on the import path, if any.
+    `root`: the folder in it that goes on the import path, if any.
     """
 
     repository: str
@@ -69,15 +69,15 @@ class Checkout:
     root: str = ""
 
     def folder(self, sources: Path) -> Path | None:
-        """Where it lies under `sources`, as owner+name@commit, owner+name or name; None if it does not."""
+        """Its place under `sources`, as owner+name@commit, owner+name or name; None if it is not there."""
         whole = self.repository.replace("/", "+")
         names = (f"{whole}@{self.commit[:12]}", whole, self.repository.partition("/")[2])
         return next((sources / name for name in names if (sources / name).is_dir()), None)
 
     def package(self, sources: Path | None) -> tuple[str, str] | None:
-        """The version that runs and the folder that has it, "" for the environment; None if it is nowhere.
+        """The version that runs and its folder, "" for the environment; None if the version is nowhere.
 
-        Where the environment has another version, `pip install --target DIR/NAME==VERSION` brings the right one.
+        If the environment has another version, `pip install --target DIR/NAME==VERSION` provides the right one.
         """
         installed = installed_version(self.distribution)
         if installed and self.version in ("", installed):
@@ -90,10 +90,10 @@ class Checkout:
 class PublicCase:
     """A call of `function` with `arguments`, in the module of the file `path` of a checkout, on `target`.
 
-    `driver` is called with the module and the arguments instead, if there is one: it calls the function, and raises
-    AssertionError if the result is wrong. Without one the function itself does, as tests do. `script`: the file runs
-    its kernels when it is imported, so that only what it defines is taken. A CUDA header has a driver that gets a
-    `Header` for a module. `skipped`: why it cannot be run here.
+    If there is a `driver`, it is called instead, with the module and the arguments: it calls the function, and raises
+    AssertionError if the result is wrong. Without one the function itself raises it, as tests do. `script`: the file
+    runs its kernels on import, so only its definitions are used. The driver of a CUDA header gets a `Header` for a
+    module. `skipped`: why it cannot run here.
     """
 
     family: str
@@ -108,14 +108,14 @@ class PublicCase:
 
     @property
     def call(self) -> str:
-        """The function and its arguments, for people."""
+        """The function and its arguments, for readers."""
         if self.function == MAIN:
             return " ".join((self.path.rpartition("/")[2], str(self.arguments["options"]))).strip()
         return f"{self.function}({', '.join(f'{name}={_shown(value)}' for name, value in self.arguments.items())})"
 
     @property
     def name(self) -> str:
-        """Unique among all cases."""
+        """Unique name among all cases."""
         return " ".join((self.family, self.path, self.call, self.target))
 
 
@@ -139,7 +139,7 @@ class Named:
     name: str
 
     def of(self, module: object) -> object:
-        """The attribute."""
+        """Returns the attribute."""
         found: Any = module
         for part in self.name.split("."):
             found = found[int(part)] if part.isdigit() else getattr(found, part)
@@ -147,7 +147,7 @@ class Named:
 
 
 def cases() -> tuple[PublicCase, ...]:
-    """All of them, in the order of the record."""
+    """Returns all cases, in the order of the record."""
     from conformance.witness import cutedsl_examples, deep_gemm_kernels, operator_libraries, triton_tutorials
 
     return (
@@ -156,27 +156,27 @@ def cases() -> tuple[PublicCase, ...]:
 
 
 class Counted(Device):
-    """A device that counts its launches: a case that launches nothing has shown nothing."""
+    """A device that counts its launches: a case without a launch shows nothing."""
 
     launches = 0
 
     @contextmanager
     def watched(self, ptx: str, origin: str = "") -> Iterator[None]:
-        """As Device."""
+        """Counts a launch; see Device."""
         self.launches += 1
         with super().watched(ptx, origin):
             yield
 
 
-# In the process of a target
+# In the process of a target.
 
 _OPENED = ExitStack()
 _COMPILERS = ("CompilationError", "DSLUserCodeError")
-"""What Triton and CuTeDSL raise for source that they do not take."""
+"""Exceptions of Triton and CuTeDSL for source that they refuse."""
 
 
 def settle(target: Target, package: str = "") -> None:
-    """Open the doors of this process for good, with what the folder `package` has."""
+    """Opens the doors of this process for good, with the packages of the folder `package`."""
     if package:
         sys.path.insert(0, package)
     torch.set_num_threads(1)
@@ -188,7 +188,7 @@ def settle(target: Target, package: str = "") -> None:
     if importlib.util.find_spec("triton") is not None:
         from triton._C.libtriton import nvidia
 
-        # Tutorials make a handle of cuBLAS beside their kernels; no case uses it.
+        # Tutorials create a cuBLAS handle beside their kernels; no case uses it.
         nvidia.cublas.CublasLt = lambda workspace: None
 
 
@@ -201,7 +201,7 @@ def _device(case: PublicCase) -> Counted:
 
 
 def _nothing(told: object) -> None:
-    """Programs say nothing here."""
+    """Silences the programs."""
 
 
 def _open_doors(case: PublicCase, device: Device) -> None:
@@ -216,7 +216,7 @@ def _open_doors(case: PublicCase, device: Device) -> None:
 
 
 def judged(case: PublicCase, sources: str) -> PublicRow:
-    """Run a case; its row."""
+    """Runs a case and returns its row."""
     row = blank(case, Path(sources))
     if row.reason:
         return row
@@ -269,7 +269,7 @@ def judged(case: PublicCase, sources: str) -> PublicRow:
 
 
 def _argued(ledger: Ledger, finding: KernelFinding) -> str:
-    """What is said of a finding, also of one that ended its launch, which no suppression speaks about."""
+    """What the ledger says about a finding; also about one that ended its launch, which no suppression covers."""
     return next((entry.reason for entry in ledger.suppressions if entry.matches(finding)), "")
 
 
@@ -302,11 +302,11 @@ def _main(file: Path, options: str) -> None:
 
 
 MAX_REASON, MAX_KERNEL = 600, 48
-"""Characters of a reason and of a kernel's name: CuTeDSL puts the types of its arguments into it."""
+"""Limits for the characters of a reason and of a kernel's name, into which CuTeDSL puts the types of its arguments."""
 
 
 def _told(finding: KernelFinding, folder: Path) -> str:
-    """Rule and place; a place in a checkout without the folder where it lies."""
+    """Rule and place of a finding; a place in a checkout is relative to the checkout."""
     place = str(finding.place).replace(f"{folder}/", "").replace(f"{folder.parent}/", "")
     if (at := place.find("site-packages/")) >= 0:
         place = place[at + len("site-packages/") :]
@@ -315,20 +315,20 @@ def _told(finding: KernelFinding, folder: Path) -> str:
 
 
 def _sentence(problem: BaseException, folder: Path) -> str:
-    """Type and words of an exception, and the last line of the checkout that it went through."""
+    """Type and message of an exception, and the last line of the checkout in its traceback."""
     trace, place = problem.__traceback__, ""
     while trace is not None:
         if (file := trace.tb_frame.f_code.co_filename).startswith(str(folder)):
             place = f" at {Path(file).name} line {trace.tb_lineno}"
         trace = trace.tb_next
     said = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(problem)).split())
-    # A compiler's complaint quotes the source first.
+    # A compiler's error message quotes the source first, so keep its end.
     said = said if len(said) <= MAX_REASON // 2 else f"... {said[-MAX_REASON // 2 :]}"
     return f"{type(problem).__name__}{place}: {said or 'no message'}"
 
 
 def _module(folder: Path, case: PublicCase) -> ModuleType:
-    """The module of a case's file, imported once; of a script only what it defines."""
+    """Returns the module of a case's file, imported once; for a script only its definitions."""
     path = folder / case.path
     package = case.checkout.root
     for place in (folder / package, path.parent):
@@ -355,9 +355,9 @@ def _module(folder: Path, case: PublicCase) -> ModuleType:
 
 
 def _definitions(text: str) -> ast.Module:
-    """A script up to where it runs something, and what it imports, defines and gives another name after that.
+    """A script up to the first statement that runs something, and after that only its imports, definitions and aliases.
 
-    It runs something at its first bare call, or where it keeps what a function of its own returns.
+    A script runs something at its first bare call, or where it assigns the result of a function of its own.
     """
     tree, kept, running = ast.parse(text), list[ast.stmt](), False
     own = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
@@ -377,11 +377,11 @@ def _definitions(text: str) -> ast.Module:
     return tree
 
 
-# In the process that decides
+# In the deciding process.
 
 
 def blank(case: PublicCase, sources: Path | None) -> PublicRow:
-    """The row of a case that has not run, with the reason if it cannot."""
+    """Returns the row of a case that has not run, with the reason if it cannot."""
     digest, reason = "", case.skipped
     folder = None if sources is None else case.checkout.folder(sources)
     if folder is None:
@@ -403,7 +403,7 @@ def blank(case: PublicCase, sources: Path | None) -> PublicRow:
 
 
 def examined(chosen: Iterable[PublicCase], sources: Path) -> Iterator[PublicRow]:
-    """The rows of the cases as they come, each target in a process of its own."""
+    """Yields the rows of the cases as they finish; each target has its own process."""
     spawn = multiprocessing.get_context("spawn")
     ready = dict[tuple[Target, str], list[tuple[PublicCase, PublicRow]]]()
     for case in chosen:
@@ -426,9 +426,9 @@ def examined(chosen: Iterable[PublicCase], sources: Path) -> Iterator[PublicRow]
 
 
 def renew(sources: Path, only: str = "", resume: bool = False) -> bool:
-    """Run the cases whose name contains `only` and put their rows into the record as they come; whether all are right.
+    """Runs the cases whose name contains `only` and records their rows one by one. Returns whether all are right.
 
-    `resume`: those only that are not right yet.
+    `resume`: only runs cases that are not right yet.
     """
     listed = cases()
     known = {row.name: row for row in (read_rows(RECORD.read_text("utf-8")) if RECORD.exists() else [])}

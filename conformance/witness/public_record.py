@@ -1,4 +1,4 @@
-"""The record of public kernels: results/public.jsonl, a row a case, and its table for people."""
+"""The record of public kernels: results/public.jsonl, a row a case, and its table for readers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PublicStatus = Literal[
 ]
 RECORD, TABLE = ROOT / "results" / "public.jsonl", ROOT / "results" / "public.md"
 DOORS = ROOT / "results" / "doors.json"
-"""What a launch by a door costs beside the machine's own."""
+"""The cost of a launch through a door beyond the machine's own."""
 ARGUED = Path(__file__).with_name("argued.yaml")
-"""Findings of grade `error` in public kernels that somebody has looked at, each with its reason, as suppressions."""
+"""Known findings of grade `error` in public kernels, each with its reason, as suppressions."""
 MEANING: Mapping[PublicStatus, str] = {
     "ok": "the result is that of torch, and no finding counts in the default profile",
     "argued": "the result is that of torch, and each finding that counts is argued below",
@@ -35,10 +35,10 @@ MEANING: Mapping[PublicStatus, str] = {
 
 @dataclass(frozen=True, slots=True)
 class PublicRow:
-    """What came of one case.
+    """The outcome of one case.
 
-    `source`: 12 hexadecimal digits of the file's SHA-256, "" if it was not there. `errors`: findings of grade `error`;
-    `told`: the others. `cpu_seconds`: compiling included.
+    `source`: 12 hexadecimal digits of the file's SHA-256, "" if there is no file. `errors`: findings of grade `error`;
+    `told`: the others. `cpu_seconds`: includes compilation.
     """
 
     family: str
@@ -59,23 +59,24 @@ class PublicRow:
 
     @property
     def name(self) -> str:
-        """As PublicCase.name."""
+        """Same as PublicCase.name."""
         return " ".join((self.family, self.path, self.call, self.target))
 
     @property
     def right(self) -> bool:
-        """Whether it computed what it must, and nothing that counts is left unargued."""
+        """Whether its results are right and every finding that counts is argued."""
         return self.status in ("ok", "argued")
 
 
 def read_rows(text: str) -> list[PublicRow]:
-    """The rows of a record; TypeError for a line with other keys than PublicRow's."""
+    """Reads the rows of a record. TypeError for a line with other keys than PublicRow's."""
     lines = map(json.loads, text.splitlines())
     return [PublicRow(**{**one, **{name: tuple(one.get(name, ())) for name in ("errors", "told")}}) for one in lines]
 
 
 def table(rows: list[PublicRow]) -> str:
-    """The record for people: what came of each family, then each case that is not plainly right, with its reason."""
+    """Returns the record for readers: outcomes of each family, then each case that is not plainly right, with its
+    reason."""
     ran = [row for row in rows if row.status not in ("uncompiled", "not_run")]
     right, seconds = sum(row.right for row in ran), sum(row.cpu_seconds for row in ran)
     share = f" ({right / len(ran):.1%})" if ran else ""
@@ -136,7 +137,7 @@ def _by_checkout(rows: list[PublicRow]) -> list[tuple[tuple[str, str], list[Publ
 
 
 def _findings(rows: list[PublicRow]) -> list[str]:
-    """Each finding of grade `error`, with how many cases have it and what is said of it."""
+    """Each finding of grade `error`, with its number of cases and its argument."""
     found: dict[tuple[str, str], list[PublicRow]] = {}
     for row in rows:
         for one in row.errors:

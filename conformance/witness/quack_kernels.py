@@ -1,11 +1,11 @@
 """quack's kernels: GEMMs for sm_90a and sm_100a, with and without block scales, and the row softmax.
 
-A GEMM computes d[l, m, n] = a[l, m, k] b[l, n, k]^T. Sizes are dynamic; a persistent grid of two clusters walks over
-the tiles. The softmax has one CTA a row block, or a cluster of CTAs that reduce a long row through distributed shared
+A GEMM computes d[l, m, n] = a[l, m, k] b[l, n, k]^T. Sizes are dynamic; a persistent grid of two clusters processes the
+tiles. The softmax has one CTA a row block, or a cluster of CTAs that reduce a long row through distributed shared
 memory.
 """
 
-# What is imported here comes with the extra `witness` only.
+# These imports need the extra `witness`.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FORMATS: Mapping[str, BlockFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class ScaledOperand:
-    """Random codes, their scales in the layout that tensor cores read, and their values.
+    """Random codes, their scales in the layout of the tensor cores, and their values.
 
     `codes`: uint8 [batch, rows, ...]; `scales`: uint8 [batch, row atoms, block atoms, 32, 4, 4]; `values`: float64
     [batch, rows, k].

@@ -26,8 +26,8 @@ class Row:
     """The outcome of one witness.
 
     `error`: largest relative error of an output, None if the run did not end. `instructions`: warp instructions of the
-    last run. `launches`: of its host function. Times are in seconds on the machine that made the record; `run_seconds`
-    is that of the first schedule.
+    last run. `launches`: by its host function. Times are in seconds on the machine that made the record; `run_seconds`
+    is the first schedule's.
     """
 
     package: str
@@ -46,22 +46,23 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As Witness.name."""
+        """Same as Witness.name."""
         return " ".join(filter(None, (self.package, self.kernel, self.target, self.options, self.shape)))
 
 
 def read_rows(text: str) -> list[Row]:
-    """The rows of a record; TypeError for a line with other keys than Row's."""
+    """Reads the rows of a record. TypeError for a line with other keys than Row's."""
     return [Row(**json.loads(line)) for line in text.splitlines()]
 
 
 def rows_as_text(rows: Iterable[Any]) -> str:
-    """One JSON object a line, of a dataclass each."""
+    """Writes dataclasses, one JSON object a line."""
     return "".join(json.dumps(asdict(row)) + "\n" for row in rows)
 
 
 def table(rows: list[Row]) -> str:
-    """The record for people: a table for each package and target, then what did not pass, with its reason."""
+    """Returns the record for readers: a table for each package and target, then every witness that did not pass, with
+    its reason."""
     lines = [
         "# Kernels that none of us wrote, in the VM",
         "",
@@ -93,5 +94,5 @@ def _table_row(row: Row) -> str:
 
 
 def opcodes_as_text(opcodes: Mapping[str, Iterable[str]]) -> str:
-    """JSON of the opcodes, in full, that passing witnesses of each package executed."""
+    """Returns JSON of the full opcodes that passing witnesses of each package executed."""
     return json.dumps({package: sorted(opcodes[package]) for package in sorted(opcodes)}, indent=1) + "\n"

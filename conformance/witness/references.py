@@ -1,4 +1,4 @@
-"""What public programs compare with and torch has on a GPU only: the product of block-scaled matrices."""
+"""A reference that public programs use and torch has only on a GPU: the product of block-scaled matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megamoe.codec.nvfp4 import decode_e2m1, swizzled_shape, unpack, unswizzle_s
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """torch._scaled_mm of block-scaled operands works on the CPU."""
+    """Makes torch._scaled_mm of block-scaled operands work on the CPU."""
     with patch.object(torch, "_scaled_mm", _scaled_mm(torch.__dict__["_scaled_mm"])):
         yield
 

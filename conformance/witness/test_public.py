@@ -1,4 +1,4 @@
-"""The committed record of public kernels agrees with its cases, its table and what is argued; a small checkout runs."""
+"""The committed record of public kernels agrees with its cases, its table and argued.yaml; a small checkout runs."""
 
 from __future__ import annotations
 

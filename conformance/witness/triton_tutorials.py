@@ -1,6 +1,6 @@
 """Cases of the official tutorials of Triton and Gluon, at small sizes: rings wrap, and each CTA has two tiles.
 
-Most tutorials test themselves; the drivers here do it for those that print.
+Most tutorials test themselves; tutorials that only print have drivers here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megamoe.contract import Target
 _COMMIT = "9d9a2d7ac0b8b22d1888cb95056c94a64a4beed4"
 TRITON = Checkout("triton-lang/triton", _COMMIT, "triton")
 GLUON = Checkout("triton-lang/triton", _COMMIT, "triton", "3.8.0")
-"""Gluon has no stable interface yet: the tutorials of a commit go with one release."""
+"""Gluon has no stable interface yet: a commit's tutorials work with one release."""
 _OF_NO_RELEASE: Mapping[str, str] = dict.fromkeys(
     ("test_tma_tcgen05", "test_matmul_multicta"),
     "it calls tcgen05_mma_barrier_count with two arguments, and every release has it with three or not at all",
@@ -31,7 +31,7 @@ _HOPPER: Targets = ("sm_90a",)
 _BLACKWELL: Targets = ("sm_100a",)
 
 
-# Triton: what its scripts show at the end, with a reference
+# Triton: what its scripts show at the end, with a reference.
 
 
 def _vector_add(tutorial: Any, size: int) -> None:
@@ -81,7 +81,7 @@ def _persistent(tutorial: Any, function: str, m: int, n: int, k: int, dtype: tor
     a, b = torch.randn(m, k).half().to(dtype), torch.randn(k, n).half().to(dtype)
     # The output has the dtype of the operands, and an e4m3 is 3 bits wide.
     expected, rtol = (a.float() @ b.float()).to(dtype).float(), 2e-2 if dtype == torch.float16 else 0.13
-    # Those with descriptors take B transposed, as the tutorial's validate gives it.
+    # Functions with descriptors take B transposed, as in the tutorial's validate.
     out = getattr(tutorial, function)(
         a, b if function in ("matmul", "matmul_persistent") else b.T.contiguous(), **options
     )
@@ -108,7 +108,7 @@ def _test(file: str, targets: Targets, function: str, /, **arguments: Any) -> It
 
 
 def _gathered(tutorial: Any, m: int, n: int, k: int, block_k: int, num_buffers: int) -> None:
-    # The tutorial's own test admits no two roundings to bfloat16.
+    # The tutorial's own test does not allow for two roundings to bfloat16.
     rows, places = torch.randperm(m).to(torch.int32), torch.randperm(m).to(torch.int32)
     x, w = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
     out = tutorial.matmul_fused_gather_scatter(x, rows, w, places, 128, 128, block_k, num_buffers=num_buffers)
@@ -135,7 +135,7 @@ def _triton() -> Iterator[PublicCase]:
     yield from _test("05-layer-norm.py", _BOTH, "test_layer_norm", M=70, N=300, dtype=torch.float16)
     for causal in (False, True):
         attention = {"Z": 1, "H": 2, "N_CTX": 256, "HEAD_DIM": 64, "causal": causal}
-        # The test of the backward pass looks at the forward pass too.
+        # The backward test also checks the forward pass.
         for kind in ({"mode": "bwd", "provider": "triton-fp16"}, {"mode": "fwd", "provider": "triton-fp8"}):
             yield from _test("06-fused-attention.py", _BOTH, "test_op", **attention, **kind, warp_specialize=False)
             yield from _test("06-fused-attention.py", _BLACKWELL, "test_op", **attention, **kind, warp_specialize=True)
@@ -150,7 +150,7 @@ def _triton() -> Iterator[PublicCase]:
             given = {"function": function, **shape, "dtype": dtype}
             yield from _script("09-persistent-matmul.py", _BOTH, _persistent, **given, warp_specialize=False)
             yield from _script("09-persistent-matmul.py", _BLACKWELL, _persistent, **given, warp_specialize=True)
-    # The tutorial fails by itself for its other kinds, "mxfp4" and "mixed": they have no operands for cuBLAS.
+    # The tutorial itself fails for its other kinds, "mxfp4" and "mixed": they have no operands for cuBLAS.
     for kind in ("mxfp8", "nvfp4"):
         yield from _script(
             "10-block-scaled-matmul.py", _BLACKWELL, _block_scaled, m=256, n=256, k=512, block_scale_type=kind

@@ -18,7 +18,7 @@ roundings; softmax probabilities are rounded to them too."""
 class Call:
     """Compiled programs to run one after the other on `tensors`, and the tensors expected afterwards.
 
-    `expected` is float64, by name of the tensor, computed by torch from the same operands.
+    `expected`: float64, by name of the tensor, computed by torch from the same operands.
     """
 
     programs: tuple[HostProgram, ...]
@@ -43,14 +43,14 @@ class Witness:
 
     @property
     def name(self) -> str:
-        """Unique among all witnesses."""
+        """Unique name among all witnesses."""
         return " ".join(filter(None, (self.package, self.kernel, self.target, self.options, self.shape)))
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest error of an element, relative to its size plus the root mean square of all.
 
-    inf if a value is not finite where a finite one is expected, or is not the infinity that is expected.
+    inf if a value is not finite where a finite one is expected, or differs from an expected infinity.
     """
     exact = expected.isfinite()
     if not torch.equal(found.double()[~exact], expected[~exact]):

@@ -1,1 +1,1 @@
-"""What the CuTeDSL kernels and their compilation promise."""
+"""Promises of the CuTeDSL kernels and of their compilation."""

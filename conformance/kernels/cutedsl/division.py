@@ -9,7 +9,7 @@ from backends.cutedsl.divisor import Divisor, divisor_of
 
 @cute.kernel
 def divide_numbers(number: cute.Tensor, same: cute.Tensor, own: cute.Tensor, divisor: Divisor):
-    """same and own (number, quotient or rest) of number (number), int32: a CTA of one thread a number."""
+    """Writes quotient and remainder of `number`, int32, to `same` and `own`; one CTA of one thread for each number."""
     block, _, _ = cute.arch.block_idx()
     one = Int32(number[block])
     same[block, 0], same[block, 1] = divisor.parts(one)
@@ -18,7 +18,7 @@ def divide_numbers(number: cute.Tensor, same: cute.Tensor, own: cute.Tensor, div
 
 @cute.jit
 def divide(number: cute.Tensor, same: cute.Tensor, own: cute.Tensor, value: Int32, stream):
-    """Queue divide_numbers by `value` on `stream`."""
+    """Queues divide_numbers by `value` on `stream`."""
     divide_numbers(number, same, own, divisor_of(value)).launch(
         grid=[number.shape[0], 1, 1], block=[1, 1, 1], stream=stream
     )

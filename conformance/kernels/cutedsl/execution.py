@@ -1,4 +1,4 @@
-"""Runs of CuTeDSL programs on the machine, beyond the harness's cases: forced ways to compute, planted faults."""
+"""Runs CuTeDSL programs on the machine beyond the harness's cases: forced ways to compute, planted faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Made = TypeVar("Made")
 
 
 def made(make: Callable[[], Made]) -> Made:
-    """What `make` compiles. A missing CuTeDSL is reported as skipped, never as passed."""
+    """Returns what `make` compiles. Skips the test if CuTeDSL is missing."""
     try:
         return make()
     except UnsupportedError as missing:
@@ -28,16 +28,16 @@ def made(make: Callable[[], Made]) -> Made:
 def outputs(
     case: Case, program: HostProgram, schedule: str = "eager", inputs: dict[str, torch.Tensor] | None = None
 ) -> tuple[dict[str, torch.Tensor], str | None]:
-    """What `program` writes for `case`, and the first rule broken, byte damaged or output left unwritten.
+    """Returns the outputs of `program` for `case`, and the first broken rule, damaged byte or unwritten output.
 
-    `inputs`: None for those that the reference makes.
+    `inputs`: None for the reference's.
     """
     ran = _run(case, program, schedule, inputs)
     return ran.outputs, ran.fault() or None
 
 
 def counters(case: Case, program: HostProgram) -> dict[str, int]:
-    """What the machine counts of a run of `program`."""
+    """Returns the machine's counters of a run of `program`."""
     return dict(_run(case, program, "eager", None).execution.counters)
 
 
@@ -46,5 +46,5 @@ def _run(case: Case, program: HostProgram, schedule: str, inputs: dict[str, torc
 
 
 def without(pattern: str) -> Callable[[str], str]:
-    """A fault: every instruction that matches is taken out."""
+    """A fault: removes every instruction that matches."""
     return lambda ptx: re.sub(rf"(?m)^\s*(@%\w+ )?{pattern}[^;]*;", "", ptx)

@@ -38,11 +38,11 @@ ARTIFACT = Artifact(
 
 
 KERNELS = sorted(file.parent.name for file in (ROOT / "backends" / "cutedsl").glob("*/program.py"))
-"""From the disk: what was imported is under test."""
+"""Listed from the disk, because the imports themselves are under test."""
 
 
 class Builder:
-    """Counts how often something was built."""
+    """Counts its builds."""
 
     def __init__(self, artifact: Artifact = ARTIFACT) -> None:
         self.artifact, self.calls = artifact, 0
@@ -80,7 +80,7 @@ def test_an_artifact_is_built_once_and_comes_back_whole(tmp_path: Path) -> None:
 
 
 def edit_source(key: ArtifactKey) -> ArtifactKey:
-    """The same key after an edit of one kernel file."""
+    """Returns the same key after an edit of one kernel file."""
     source = key.sources[0]
     (source.root / source.place).write_text("# another kernel")
     return replace(key, sources=sources_in(source.root))
@@ -168,12 +168,12 @@ Rule = Callable[[str, Sequence[Source]], Sequence[Source]]
 
 
 def by_prefix(kernel: str, sources: Sequence[Source]) -> list[Source]:
-    """The rule of old: a kernel's files are told by the beginning of their paths, what is shared by a list."""
+    """The old rule: the prefix of a path marks a kernel's files, and a list names the shared ones."""
     return [source for source in sources if source.place.startswith((kernel, "__init__", "compile/"))]
 
 
 def broken_promise(rule: Rule, folder: Path) -> str | None:
-    """The first file of TREE whose edit changes a key that it should not, or leaves one that it should change."""
+    """The first file of TREE whose edit changes a key that it should not, or fails to change one that it should."""
     for place in TREE:
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         (folder / place).write_text(f"# {place}")
@@ -195,12 +195,12 @@ def test_a_key_covers_all_that_no_other_kernels_folder_holds(tmp_path: Path) -> 
 
 
 def test_a_rule_of_prefixes_would_be_noticed(tmp_path: Path) -> None:
-    """The planted fault: a helper outside the kernel's folder, and not listed, is not in the key."""
+    """The planted fault: a helper that is outside the kernel's folder and not listed is not in the key."""
     assert broken_promise(by_prefix, tmp_path) == "an edit of tcgen05.py leaves the key of sm100_fmha"
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules that a file imports, the names that it takes from them included: those may be modules too."""
+    """Modules that a file imports, and the names imported from them, which may be modules too."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -249,7 +249,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
 
 
 def test_machine_code_that_this_user_did_not_write_is_not_run(tmp_path: Path) -> None:
-    """An edited entry: another host object, and every check that needs no secret made right."""
+    """An edited entry with another host object, and with every check that needs no secret made right."""
     key, cache = key_in(tmp_path), cache_in(tmp_path)
     cached_artifact(key, Builder(), cache)
     (entry,) = entries(cache)

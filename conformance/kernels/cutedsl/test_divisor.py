@@ -1,4 +1,4 @@
-"""backends/cutedsl/divisor.py on the machine: quotients and remainders of int32 numbers that are not negative."""
+"""backends/cutedsl/divisor.py on the machine: quotients and remainders of non-negative int32 numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAYS = ("same", "own")
 
 @cache
 def artifact() -> Artifact:
-    """The compiled host function. UnsupportedError without CuTeDSL."""
+    """The compiled host function. Skips the test without CuTeDSL."""
 
     def build() -> Artifact:
         import cutlass
@@ -40,7 +40,7 @@ def artifact() -> Artifact:
 
 
 def numbers_of(divisor: int) -> list[int]:
-    """Numbers next to multiples of `divisor`, small and as large as there are, and others."""
+    """Numbers next to multiples of `divisor`, from 0 up to the largest, and random ones."""
     drawn = torch.randint(0, MOST, (12,), generator=torch.Generator().manual_seed(divisor)).tolist()
     multiples = [divisor * times for times in (0, 1, 2, MOST // divisor // 2, MOST // divisor)]
     near = [number + offset for number in multiples for offset in (-1, 0, 1)]
@@ -48,7 +48,7 @@ def numbers_of(divisor: int) -> list[int]:
 
 
 def program_of(divisor: int, count: int) -> HostProgram:
-    """The division of `count` numbers."""
+    """Builds the division of `count` numbers."""
     rows = PackedFields(dims=(0,))
     results = {name: TensorArg(name, "s32", (count, 2), packed=rows) for name in WAYS}
     arguments = {"number": TensorArg("number", "s32", (count,), packed=rows), **results}
@@ -56,7 +56,7 @@ def program_of(divisor: int, count: int) -> HostProgram:
 
 
 def wrong(divisor: int, fault: str | None = None) -> str | None:
-    """The first number that is divided wrongly. `fault`: an instruction whose lower half is taken for its upper."""
+    """The first number that is divided wrongly. `fault`: replaces an instruction's lower half by its upper half."""
     numbers = numbers_of(divisor)
     program = program_of(divisor, len(numbers))
     if fault:

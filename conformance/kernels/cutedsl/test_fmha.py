@@ -25,7 +25,7 @@ COPIED = "hd=64,t=3,s_k=60,batch=2,ragged=true,total_q=4,total_k=90"
 
 
 def program_of(target: Target, case: Case, way: Share | Sm90FmhaPlan | None = None, **ways: int) -> HostProgram:
-    """`fmha_program` of a kernel; `ways`: splits and max_ctas. Skips the test where CuTeDSL is missing."""
+    """Builds `fmha_program` with a kernel; `ways`: splits and max_ctas. Skips the test if CuTeDSL is missing."""
     if target == "sm_100a":
         return made(lambda: sm100.fmha_program(case, **ways))
     plan = standard_plan(case.int("hd"), way) if isinstance(way, str) else way
@@ -49,7 +49,7 @@ def hold_to_reference(
 def hold_to_attention(
     case: Case, program: HostProgram, what: str, *schedules: str, inputs: dict[str, torch.Tensor] | None = None
 ) -> None:
-    """Runs `program` under each of `schedules`; `inputs`: None for those that the reference makes."""
+    """Runs `program` under each of `schedules` and checks it; `inputs`: None for the reference's."""
     for schedule in schedules:
         seen, broken = outputs(case, program, schedule, inputs)
         assert broken is None, f"{case.id} with {what} under {schedule}: {broken}"
@@ -68,8 +68,8 @@ def test_no_kernel_of_sm_100a_uses_local_memory(hd: int) -> None:
     hold_to_registers(f"hd {hd}", made(lambda: sm100.compiled(hd)), 2)
 
 
-# Of the plans for sequences of their own lengths, that of hd 64 has less in registers than the one of 224 keys, whose
-# stack test_a_sequence_has_the_bits_of_a_batch_of_one looks at.
+# Skip the ragged plan of hd 64: it holds less in registers than the plan of 224 keys, whose stack
+# test_a_sequence_has_the_bits_of_a_batch_of_one checks.
 STACKS = (
     *(plan for plan in (*PLANS, *LONE) if plan not in RAGGED),
     *(replace(plan, ragged=True) for plan in RAGGED if plan.hd != 64),
@@ -87,11 +87,11 @@ def test_no_kernel_of_one_row_uses_local_memory(hd: int, keys: int) -> None:
     hold_to_registers(f"hd {hd}, {keys} keys", made(lambda: sm90.compiled_row(OneRowPlan(hd, keys))), 1)
 
 
-# sm_100a: an odd number of tiles an item makes the two softmax warpgroups change places from item to item; the second
-# case has items that see no key at all between items that do. sm_90a: two row tiles, several key tiles a warpgroup, a
-# ragged end, and items that see no key between items that do; with three warpgroups, row tiles by pairs and one by one,
-# and a row tile whose second head sees fewer tiles than its first; with two, heads of two row tiles in whole rounds.
-# With columns, CTAs run in clusters of two.
+# sm_100a: with an odd number of tiles an item, the two softmax warpgroups change places from item to item; in the
+# second case, items that see no key at all lie between items that do. sm_90a: two row tiles, several key tiles a
+# warpgroup, a partial last tile, and items that see no key between items that do; with three warpgroups, row tiles in
+# pairs and singly, and a row tile whose second head sees fewer tiles than its first; with two, heads of two row tiles
+# in whole rounds. With columns, CTAs run in clusters of two.
 @pytest.mark.parametrize(
     ("target", "text", "way"),
     [
@@ -115,7 +115,7 @@ def test_no_kernel_of_one_row_uses_local_memory(hd: int, keys: int) -> None:
     ],
 )
 def test_ctas_and_schedules_change_no_bit(target: Target, text: str, way: Share | Sm90FmhaPlan | None) -> None:
-    """Persistent CTAs take any number of work items in turn, whatever completes first."""
+    """Persistent CTAs take any number of work items in turn, in any order of completion."""
     case = case_of(text)
     wanted, broken = outputs(case, program_of(target, case, way, splits=1))
     assert broken is None, f"{case.id}: {broken}"
@@ -150,7 +150,7 @@ SPLIT_CASES: dict[Target, tuple[str, ...]] = {
     [(target, text, splits) for target in SPLITS for text in SPLIT_CASES[target] for splits in SPLITS[target]],
 )
 def test_any_number_of_splits_gives_attention(target: Target, text: str, splits: int) -> None:
-    """With more splits than key tiles some parts see no key. They have no weight."""
+    """With more splits than key tiles, some parts see no key and have no weight."""
     case = case_of(text)
     hold_to_attention(case, program_of(target, case, splits=splits), f"{splits} splits", "random:5")
 
@@ -162,8 +162,8 @@ def test_halves_of_columns_and_short_parts_give_attention(splits: int) -> None:
     hold_to_attention(case, program, f"{ONE_ROW_TILE}, {splits} splits", "random:5")
 
 
-# A whole turn of keys and a part of one; keys that a window hides, before the first turn ends and within it; two heads
-# of a KV head; large scores; no lse.
+# A whole round of keys and a partial one; keys hidden by a window, before the end of the first round and within it; two
+# heads of a KV head; large scores; no lse.
 @pytest.mark.parametrize(
     "text",
     [
@@ -180,8 +180,8 @@ def test_one_row_gives_attention(text: str) -> None:
     hold_to_attention(case, program, "a CTA a row", "eager", "random:4")
 
 
-# Rows of two heads in a row tile; row tiles of which one sees no key of a part; parts that a window hides from all; a
-# part of one key; large scores; no lse; one latent tensor.
+# Rows of two heads in a row tile; row tiles in which one row sees no key of a part; parts hidden from all rows by a
+# window; a part of one key; large scores; no lse; one latent tensor.
 @pytest.mark.parametrize(
     "text",
     [
@@ -220,8 +220,8 @@ def rising(case: Case, factor: float) -> dict[str, torch.Tensor]:
 
 
 SCALED, AGAIN = r"div\.rn\.f32", r"ld\.shared\.b16"
-"""Instructions that only rows above the maxima before them need: the one finds the maximum to which a row is scaled
-down, after a rise of 2^8 to 2^100; the others read Q and K where a row is computed again, after one of more."""
+"""Instructions that only rows above their earlier maxima need. The first finds the maximum by which a row is rescaled,
+after a rise of 2^8 to 2^100. The others read Q and K where a row is computed again, after a larger rise."""
 RISES: tuple[tuple[str, Share | Sm90FmhaPlan, float, str], ...] = (
     ("hd=64,t=4,s_k=300,heads=2,kv_heads=1,window=290,causal=true", "keys", 8.0, SCALED),
     ("hd=64,t=4,s_k=260", THREE_GROUPS, 256.0, AGAIN),
@@ -234,7 +234,7 @@ RISES: tuple[tuple[str, Share | Sm90FmhaPlan, float, str], ...] = (
 def test_scores_may_rise_above_the_maxima_before_them(
     text: str, way: Share | Sm90FmhaPlan, factor: float, fault: str
 ) -> None:
-    """Without the instructions that `fault` takes out the kernel breaks a rule: so the case needs them."""
+    """The case needs the instructions that `fault` removes: without them the kernel breaks a rule."""
     case = case_of(text)
     inputs = rising(case, factor)
     program = program_of("sm_90a", case, way, splits=1)
@@ -243,7 +243,7 @@ def test_scores_may_rise_above_the_maxima_before_them(
     assert outputs(case, faulty, inputs=inputs)[1], f"{case.id}: no row needs {fault}, scores {factor} times as large"
 
 
-# Warpgroups that share keys, rows, columns; one sequence of the two has no keys for some rows of the other's length.
+# Warpgroups that share keys, rows, columns. One of the two sequences has no keys for some rows of the other's length.
 @pytest.mark.parametrize(
     ("text", "way", "splits"),
     [
@@ -253,7 +253,7 @@ def test_scores_may_rise_above_the_maxima_before_them(
     ],
 )
 def test_a_sequence_has_the_bits_of_a_batch_of_one(text: str, way: Share, splits: int) -> None:
-    """At equal plans, whichever warps load Q, K and V, and whether or not the keys lie in pages."""
+    """At equal plans, whichever warps load Q, K and V, and whether or not keys are in pages."""
     case = case_of(text)
     inputs = inputs_of(case)
     program = program_of("sm_90a", case, way, splits=splits)

@@ -103,7 +103,7 @@ def test_a_long_cache_with_one_row_is_split() -> None:
 
 
 def test_the_backend_is_there_without_cutedsl() -> None:
-    """Importing and listing the backend imports no CuTeDSL, so a machine without it can still say what there is."""
+    """Importing and listing the backend imports no CuTeDSL, so a machine without it can still list the kernels."""
     code = "import sys, backends.cutedsl as b; b.BACKEND.targets('fmha'); print('cutlass' in sys.modules)"
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert seen == "False", "importing backends.cutedsl imports cutlass"
@@ -134,14 +134,14 @@ ONE_ROW_TILE = kernel_plan(FmhaSizes(hd=512, t=1, s_k=32768, rows=64, kv_batches
 
 
 def plans_of(ragged: bool) -> tuple[Sm90FmhaPlan, ...]:
-    """The plans that cases take, of sequences of one length or of their own."""
+    """Plans that cases use, for sequences of one length or of varying lengths."""
     axes = (HEAD_DIMENSIONS, (1, 16, 17, 128, 129, 4096), (1, 512, 513, 2048, 2049, 65536), (1, 32))
     sizes = (FmhaSizes(hd, t, s_k, rows=t, kv_batches=batches) for hd, t, s_k, batches in itertools.product(*axes))
     return tuple(dict.fromkeys(kernel_plan(one, ragged) for one in sizes))
 
 
 RAGGED = tuple(plan for plan in plans_of(ragged=True) if plan not in plans_of(ragged=False))
-"""Plans that only sequences of their own lengths take."""
+"""Plans that only ragged batches use."""
 PLANS = (*plans_of(ragged=False), *RAGGED)
 LONE = tuple(standard_plan(hd, "lone") for hd in (64, 128))
 MAX_BOX_ROWS = 256
@@ -158,7 +158,7 @@ SIZES = st.builds(
 
 @given(SIZES, st.booleans())
 def test_the_plans_are_all_that_cases_take(sizes: FmhaSizes, ragged: bool) -> None:
-    """Tests of plans go over PLANS: one that is not among them would be compiled by nobody but its user."""
+    """Tests of plans go over PLANS: a plan outside it would be compiled only by its user."""
     assert kernel_plan(sizes, ragged) in PLANS, f"{sizes}, ragged {ragged}: no test goes over its plan"
 
 
@@ -174,7 +174,7 @@ def test_shared_memory_of_sm_90a_fits(plan: Sm90FmhaPlan) -> None:
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_a_ring_holds_the_slabs_in_use_and_more_under_way(plan: Sm90FmhaPlan) -> None:
-    """K of the next tile and V of this one are read at once. At least 48 KiB more are under way meanwhile."""
+    """K of the next tile and V of this one are in use at once. At least 48 KiB more are in flight meanwhile."""
     in_use = 2
     assert plan.ring_stages > in_use, f"{plan}: a ring of {plan.ring_stages} slabs, {in_use} of them in use"
     waiting = plan.rings * (plan.ring_stages - in_use) * plan.slab_bytes
@@ -255,7 +255,7 @@ def test_long_caches_and_many_tokens_have_tiles() -> None:
 
 
 def test_many_sequences_have_tiles() -> None:
-    """2,048 rows, a CTA each, take three times as long as tiles that they share."""
+    """2,048 rows with a CTA each take three times as long as shared tiles."""
     assert one_row_plan(FmhaSizes(64, 1, 128, 8, 16)), "128 rows have a CTA each"
     assert one_row_plan(FmhaSizes(64, 1, 128, 8, 256)) is None, "2,048 rows share tiles"
 
@@ -280,7 +280,7 @@ def test_short_caches_have_a_tile_a_cta() -> None:
 
 @pytest.mark.parametrize("s_k", [LONE_KEYS + 1, 512, SHORT_KEYS])
 def test_draws_of_property_tests_are_too_small_for_another_kernel(s_k: int) -> None:
-    """Or batch_invariant would compare the kernel of a tile a CTA with the one for many CTAs."""
+    """Otherwise batch_invariant would compare the kernel of one tile a CTA with the kernel for many CTAs."""
     drawing = drawing_of("fmha")
     row_tiles = LONE_CTAS // -(-s_k // LONE_KEYS) + 1
     work = drawing.work({"hd": 64, "t": 1, "s_k": s_k, "batch": row_tiles, "heads": 1, "kv_heads": 1})
@@ -288,7 +288,7 @@ def test_draws_of_property_tests_are_too_small_for_another_kernel(s_k: int) -> N
 
 
 def test_draws_of_property_tests_have_one_kernel_for_every_batch() -> None:
-    """Or batch_invariant would compare two kernels, which round in different places."""
+    """Otherwise batch_invariant would compare two kernels, which round in different places."""
     drawing = drawing_of("fmha")
     work = drawing.work({"hd": 64, "t": 1, "s_k": 1, "batch": MAX_ROWS + 1, "heads": 1, "kv_heads": 1})
     assert work > drawing.budget, f"a draw may have {MAX_ROWS + 1} rows, and its sequences alone another kernel"

@@ -44,7 +44,7 @@ def hold_to_reference(case: Case, seen: dict[str, torch.Tensor], what: str) -> N
 
 
 def same_rows(case: Case, one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> str | None:
-    """The first output that differs in a bit, padding rows aside, or None."""
+    """The first output that differs in a bit outside padding rows, or None."""
     free = reference(case.op).free(case, inputs_of(case))
     for name, tensor in one.items():
         differs = tensor.view(torch.uint8) != other[name].view(torch.uint8)
@@ -56,7 +56,7 @@ def same_rows(case: Case, one: dict[str, torch.Tensor], other: dict[str, torch.T
     return None
 
 
-# The interleave is compiled into L1 alone, so the layer is compiled for one and L1 for another.
+# Only L1 has the interleave compiled in, so compile the layer with one and L1 with another.
 @pytest.mark.parametrize(("stage", "interleave", "kernels"), [("layer", 8, 5), ("l1", 64, 3)])
 @pytest.mark.parametrize("cta_group", CTA_GROUPS)
 def test_no_kernel_uses_local_memory(cta_group: int, stage: str, interleave: int, kernels: int) -> None:
@@ -66,7 +66,7 @@ def test_no_kernel_uses_local_memory(cta_group: int, stage: str, interleave: int
         assert resources.stack == 0, f"{kernel} has {resources.stack} bytes of stack a thread"
 
 
-# Experts of three tiles of rows and of one, K and W that end within a tile, and a stage each that is stored by itself.
+# Experts of one and of three row tiles, K and W that end within a tile, and each stage stored alone.
 @pytest.mark.parametrize(
     "text",
     [
@@ -92,7 +92,7 @@ def test_neither_pairs_nor_the_number_of_ctas_change_a_bit(text: str) -> None:
 
 @pytest.mark.parametrize("cta_group", CTA_GROUPS)
 def test_a_kernel_for_another_interleave_is_noticed(cta_group: int) -> None:
-    """Gate and up of other rows of W1 meet in the registers: no row of h may look right by chance."""
+    """Gate and up from different rows of W1 meet in the registers: no row of h may look right by chance."""
     case = case_of("hidden=128,intermediate=128,num_experts=2,tokens=20,stage=l1")
     program = program_of(spec_of(case.op).vary(case, interleave=64), cta_group=cta_group)
     seen, broken = outputs(case, program)
@@ -165,7 +165,7 @@ def test_shared_memory_fits(plan: Sm100MoePlan) -> None:
 @pytest.mark.parametrize("cta_group", [1, 2])
 @pytest.mark.parametrize("turn", [0, 1])
 def test_the_next_tile_overwrites_nothing_that_is_still_to_be_read(cta_group: int, turn: int) -> None:
-    """A pair's tile begins when the epilogue has read the first step of the one before; a single CTA's at once."""
+    """A pair's next tile begins after the epilogue's first step of the previous one; a single CTA's begins at once."""
     following = set[int]().union(*columns_of(cta_group, 1 - turn).values())
     read = 1 if cta_group == 2 else 0
     unread = [columns for step, columns in columns_of(cta_group, turn).items() if step >= read]
@@ -184,7 +184,7 @@ def test_a_pair_reads_the_halves_of_its_own_accumulator(turn: int) -> None:
 
 @pytest.mark.parametrize("granularity", [8, 16, 32, 64])
 def test_gate_and_up_of_an_h_column_are_in_the_registers_that_the_plan_names(granularity: int) -> None:
-    """Rows of gate numbered from 0 and of up from 1000, interleaved: register r holds column r, that is row r of W1."""
+    """Gate rows count from 0, up rows from 1000, interleaved: register r holds column r, row r of W1."""
     gate, up = torch.arange(H_COLUMNS)[:, None], torch.arange(1000, 1000 + H_COLUMNS)[:, None]
     registers = interleave(gate, up, granularity).flatten().tolist()
     for column in range(H_COLUMNS):

@@ -31,7 +31,7 @@ from megamoe.judge.comparison import compared, expected_of
 
 MAX_SMEM, SM_REGISTERS = 227 * 1024, 1 << 16
 OPERAND_REGISTERS = 80
-"""Two blocks of A, 16 words each, and what they are unpacked from; addresses and descriptors."""
+"""Registers for two blocks of A, 16 words each, and their packed form; addresses and descriptors."""
 PLANS = [
     Sm90MoePlan(width, swiglu, bf16)
     for bf16, widths in ((False, WIDTHS), (True, BF16_WIDTHS))
@@ -39,7 +39,7 @@ PLANS = [
     for swiglu in (True, False)
 ]
 L2 = "hidden=128,intermediate=1280,num_experts=3,tokens=9,stage=l2"
-"""Three tiles for two CTAs, each of more stages than a ring has; the second panel of a tile is past the end of W."""
+"""Three tiles for two CTAs, each with more stages than a ring has; the second panel of a tile is past the end of W."""
 W4A16 = "hidden=384,intermediate=128,num_experts=3,tokens=12,topk=2,activations=bf16,stage=l1,inputs=full_range"
 L1 = "hidden=384,intermediate=128,num_experts=3,tokens=12,topk=2,load=slice,weight=before,clamp=0.5,stage=l1"
 
@@ -91,20 +91,20 @@ def test_every_distribution_of_routes_fits_the_table_of_column_tiles(routes: int
 
 @pytest.mark.parametrize("axes", ["", ",load=slice", ",load=slice,shared=1", ",load=skewed,shared=2"])
 def test_a_kernel_expects_the_routes_that_others_expect(axes: str) -> None:
-    """It has a rule of its own: what it imports of another room is in no key of the cache."""
+    """The kernel has its own rule for this: an import from another room would not be in the cache key."""
     case = case_of(f"hidden=128,intermediate=128,num_experts=16,tokens=21,topk=3{axes}")
     assert sm90.expected_routes(case) == routing.expected_routes(case), f"{case.id}: the column tile is of other loads"
 
 
 def test_a_tile_of_more_than_128_columns_is_of_f16_alone() -> None:
-    """A kernel of as many columns that takes bf16 tokens has a stack."""
+    """A kernel with that many columns that takes bf16 tokens needs a stack."""
     assert width_for(6144, 48, balanced=False) == 152, "128 rows an expert come by chance: most fit in one such tile"
     assert width_for(6144, 48, balanced=False, bf16=True) <= 128, "a bf16 kernel of 152 columns spills"
 
 
 @pytest.mark.parametrize("mean", [11, 21, 43, 85, 128, 171, 600])
 def test_most_columns_hold_a_row(mean: int) -> None:
-    """A wide tile takes as long as its columns. Loads as they come by chance, so some experts have more than most."""
+    """A wide tile's time is set by its columns. Loads are random, so some experts have more rows than most."""
     experts = 48
     counts = torch.randint(experts, (mean * experts,), generator=torch.Generator().manual_seed(mean)).bincount()
     width = width_for(mean * experts, experts, balanced=False)
@@ -113,7 +113,7 @@ def test_most_columns_hold_a_row(mean: int) -> None:
 
 
 def test_an_epilogue_stages_what_is_left_of_a_width() -> None:
-    """152 columns: 64 tokens in the staging of L1, 64 more, then 24. The stack of this kernel is looked at below."""
+    """152 columns: 64 tokens in L1's staging, 64 more, then 24. A test below checks that this kernel has no stack."""
     plan, empty = Sm90MoePlan(WIDTHS[-1], swiglu=True), 11
     assert plan.width % plan.staged_tokens > empty, f"{plan.width} columns: nothing is left, or no token lies there"
     text = f"hidden=128,intermediate=128,num_experts=1,tokens={plan.width - empty},topk=1,stage=l1"
@@ -148,9 +148,10 @@ def test_ctas_that_share_tiles_agree_with_the_reference(text: str, width: int, s
 
 @pytest.mark.parametrize("stage", ["l1", "l2"])
 def test_a_cta_expands_one_row_after_another(stage: str) -> None:
-    """On 132 SMs that takes more than 3168 rows. Rows of the second expert have other tokens than those before them."""
+    """On 132 SMs that takes more than 3168 rows. The second expert's rows have other tokens than the rows before
+    them."""
     text = f"hidden=128,intermediate=128,num_experts=2,tokens=28,stage={stage}"
-    # It imports CuTeDSL, for which no other test is to wait.
+    # It imports CuTeDSL, and no other test should wait for that.
     expand = pytest.importorskip("backends.cutedsl.sm90_moe.expand")
     assert expand.CTAS_PER_SM < 2 * 16, "the rows of two column tiles, for the CTAs of one SM"
     seen, broken = outputs(case_of(text), program_of(text, max_ctas=1), "eager")
@@ -158,7 +159,7 @@ def test_a_cta_expands_one_row_after_another(stage: str) -> None:
     assert not refusal(text, seen), f"{text}: {refusal(text, seen)}"
 
 
-# A flag that is never set would only be waited for, until the machine has waited long enough.
+# None of these faults leaves a flag unset: the machine would only wait for it until its limit.
 FAULTS: dict[str, Callable[[str], str]] = {
     "sums taken before they are there": lambda ptx: ptx.replace("st.release.gpu", "st.relaxed.gpu"),
     "stages given back while the tensor core reads them": without(r"wgmma\.wait_group"),

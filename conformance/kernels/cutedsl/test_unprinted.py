@@ -1,4 +1,4 @@
-"""While a function is compiled, CuTeDSL makes no text of the module that it traces."""
+"""While it compiles a function, CuTeDSL does not print the module that it traces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TracedModule:
 
 
 class Tracer:
-    """As CuTeDSL begins a kernel."""
+    """Begins a kernel like CuTeDSL."""
 
     def __init__(self) -> None:
         self.gpu_module = TracedModule()
@@ -31,7 +31,7 @@ class Tracer:
         return self.gpu_module.body
 
     def begin_kernel(self) -> object:
-        """What the method gives."""
+        """Returns the result of the patched method."""
         return self._enter_gpu_module()
 
 
@@ -66,7 +66,7 @@ def test_a_class_without_the_method_is_left_alone() -> None:
 
 
 def test_cutedsl_has_the_method() -> None:
-    """Else a compilation takes the longer, and nobody notices."""
+    """Without it, compilation takes longer and no other test would notice."""
     made(compiler_version)
     from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 

@@ -1,4 +1,4 @@
-"""The laws that kernels of every op keep: a new op has them as soon as its spec names them."""
+"""Laws for kernels of every op: a new op has them as soon as its spec names them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megamoe.judge.judge import judge
 
 @law(EVERY_OP, "tolerance")
 def matches_reference(bench: Bench, case: Case) -> None:
-    """A kernel writes what the float64 oracle says.
+    """A kernel's outputs match the float64 oracle.
 
     Within the spec's tolerance, whose reasons the spec gives. megamoe.judge.judge decides, as for a row of the matrix.
     """
@@ -31,7 +31,7 @@ def _under_each_schedule(axes: Axes) -> list[Axes]:
 def schedule_independent(bench: Bench, case: Case) -> None:
     """The outputs do not depend on the order in which the machine completes asynchronous work.
 
-    Bitwise: waits order all the arithmetic of a correct kernel. What a schedule can change is a race.
+    Bitwise: waits order all the arithmetic of a correct kernel. If a schedule changes a bit, there is a race.
     """
     inputs = inputs_of(case)
     first = bench.run(case, inputs)
@@ -44,7 +44,7 @@ def schedule_independent(bench: Bench, case: Case) -> None:
 def bitwise_repeatable(bench: Bench, case: Case) -> None:
     """Running the same case twice gives the same outputs.
 
-    Bitwise: inputs and schedule are the same. A difference comes from memory that nobody wrote, or from a race.
+    Bitwise: inputs and schedule are the same. A difference comes from unwritten memory or from a race.
     """
     inputs = inputs_of(case)
     first = bench.run(case, inputs)

@@ -30,7 +30,8 @@ PER_SEQUENCE = ("q", "k", "v")
 BATCHED = {"ragged": False, "total_q": 0, "total_k": 0, "page_size": 0}
 """All sequences have t queries and s_k keys."""
 FEW_KERNELS = {"hd": 64, "t": 3, "sinks": False}
-"""Laws of the order in memory take one kernel of each layout, which compiles in seconds: the arithmetic is the same."""
+"""Laws about the order in memory use one kernel of each layout, which compiles in seconds: the arithmetic is the
+same."""
 
 
 @law(
@@ -57,9 +58,9 @@ def kv_permutation(bench: Bench, case: Case) -> None:
 def logit_shift(bench: Bench, case: Case) -> None:
     """Adding the same number to all logits of a row leaves o as it is and adds that number to lse.
 
-    The last element of every key is 0 at first and a constant c later. That of query row i is +1 or -1 by turns: q . k
-    changes by exactly +c or -c, in bf16, and c moves the logits by LOGIT_SHIFT. Within the rounding of
-    two correct kernels: fp32 logits of another magnitude, and P rounded relative to another maximum.
+    The last element of every key is 0 at first and a constant c later. The last element of query row i alternates
+    between +1 and -1: q . k changes by exactly +c or -c, in bf16, and c moves the logits by LOGIT_SHIFT. Within the
+    rounding of two correct kernels: fp32 logits of another magnitude, and P rounded relative to another maximum.
     """
     scale = _scale(case)
     inputs = {name: tensor.clone() for name, tensor in inputs_of(case).items()}
@@ -72,16 +73,17 @@ def logit_shift(bench: Bench, case: Case) -> None:
     if "lse" in wanted:
         wanted["lse"] = (wanted["lse"].double() + scale * sign.double() * step.double()).float()
     sides = ("with shifted logits", "expected of the plain ones")
-    # The logits of either side may be as large as the shift, however small the sum that lse then is.
+    # The logits of either run may be as large as the shift, however small their lse is.
     close(case, bench.run(case, inputs), wanted, sides, least_scale={"lse": LOGIT_SHIFT})
 
 
 @law("fmha", "tolerance", fixed={**BATCHED, "sinks": False, "kv": "apart"})
 def constant_value(bench: Bench, case: Case) -> None:
-    """If all values of a KV head are the same vector, every row that sees a key has it as o; any other row has 0.
+    """If all values of a KV head are the same vector, o is that vector in every row that sees a key, and 0 in any
+    other.
 
-    Within one ulp of each element: P is rounded to bf16 but its row sum is not, half an ulp, and o is rounded, another
-    half; a sum of subnormal products adds an absolute error of s_k smallest fp32 numbers.
+    Within one ulp of each element: half an ulp as P is rounded to bf16 but its row sum is not, and another half as o is
+    rounded. A sum of subnormal products adds an absolute error of s_k smallest fp32 numbers.
     """
     inputs = inputs_of(case)
     first = inputs["v"][:, :, :1]
@@ -104,7 +106,7 @@ def _whole_and_sequences(axes: Axes) -> list[Axes]:
 def batch_invariant(bench: Bench, case: Case) -> None:
     """A batch of b sequences has the outputs of b batches of one.
 
-    Bitwise: sequences share nothing, and serving depends on an answer that does not change with its neighbours.
+    Bitwise: sequences share nothing, and serving relies on answers that do not change with their neighbours.
     """
     inputs, alone = inputs_of(case), spec_of(case.op).vary(case, batch=1)
     together = bench.run(case, inputs)
@@ -126,7 +128,7 @@ def batch_invariant(bench: Bench, case: Case) -> None:
 def gqa_equals_expanded_mha(bench: Bench, case: Case) -> None:
     """Query heads that share a KV head have the outputs of query heads that each have a copy of it.
 
-    Bitwise: a row's arithmetic is on the same numbers in the same tiles of keys, wherever in a tile of rows it lies.
+    Bitwise: a row's arithmetic is on the same numbers in the same key tiles, whatever its place in a row tile.
     """
     inputs, heads = inputs_of(case), case.int("heads")
     expanded = {name: _per_query_head(case, inputs[name]) for name in _keys_and_values(inputs)}
@@ -156,7 +158,7 @@ def _whole_and_rows(axes: Axes) -> list[Axes]:
 def causal_equals_visible_prefix(bench: Bench, case: Case) -> None:
     """A row under a causal mask (and a window) equals full attention of that query over its visible keys alone.
 
-    The first row, the last and one between are tried; a row that sees no key has o = 0, and lse = -inf or its sink.
+    The law tries the first row, the last and one between. A row that sees no key has o = 0, and lse = -inf or its sink.
     Within the rounding of two correct kernels, as a kernel may tile by the number of keys; exact for rows that see
     nothing, not even a sink.
     """
@@ -182,10 +184,10 @@ def causal_equals_visible_prefix(bench: Bench, case: Case) -> None:
 
 @law("fmha", "bitwise", fixed={**BATCHED, **FEW_KERNELS}, runs=lambda axes: [axes, axes])
 def paged_equals_contiguous(bench: Bench, case: Case) -> None:
-    """Keys in pages, in any order and with anything between them, give what they give where they lie together.
+    """Keys in pages, in any order and with anything between them, give the outputs of contiguous keys.
 
-    Bitwise: the same numbers in the same tiles of keys. The sequences are as many as the batch of the case, and its t
-    and s_k bound them.
+    Bitwise: the same numbers in the same key tiles. There are as many sequences as the batch of the case, and its t and
+    s_k bound them.
     """
     random, batch, s_k = _generator(case), case.int("batch"), case.int("s_k")
     pages = batch * -(-s_k // PAGE) + int(torch.randint(3, (), generator=random))
@@ -204,10 +206,10 @@ def paged_equals_contiguous(bench: Bench, case: Case) -> None:
 
 @law("fmha", "bitwise", fixed={**BATCHED, **FEW_KERNELS}, least={"batch": 2}, runs=_whole_and_sequences)
 def ragged_equals_sequences(bench: Bench, case: Case) -> None:
-    """A sequence among others of other lengths has the outputs that it has alone, whatever the others are.
+    """A sequence in a ragged batch has the outputs that it has alone, whatever the other sequences are.
 
     Bitwise: the bounds t and s_k, by which a kernel may tile and split, are the same. Keys and values of one of the
-    others are NaN. A sequence without queries or keys has nothing to be compared.
+    others are NaN. A sequence without queries or keys is not compared.
     """
     random, batch, t, s_k = _generator(case), case.int("batch"), case.int("t"), case.int("s_k")
     total_q, total_k = (1 + int(torch.randint(batch * most, (), generator=random)) for most in (t, s_k))
@@ -252,11 +254,11 @@ def _scale(case: Case) -> float:
 
 
 def _per_query_head(case: Case, kv: torch.Tensor) -> torch.Tensor:
-    """[batch, kv_heads, ...] to [batch, heads, ...]: what each query head reads."""
+    """Expands [batch, kv_heads, ...] to [batch, heads, ...], by query head."""
     return kv.repeat_interleave(case.int("heads") // case.int("kv_heads"), dim=1)
 
 
 def _sees_a_key(case: Case) -> torch.Tensor:
-    """bool [t]. Only a causal mask can hide all keys, from the rows that stand before the first one."""
+    """bool [t]. Only a causal mask can hide all keys, from rows whose position is before the first key."""
     position = torch.arange(case.int("t")) + case.int("s_k") - case.int("t")
     return (position >= 0) if case["causal"] else torch.ones_like(position, dtype=torch.bool)

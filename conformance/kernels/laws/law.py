@@ -1,6 +1,6 @@
-"""A law of an op, and the bench on which it is tried: one backend, target and executor.
+"""A law of an op, and the bench that tries it: one backend, target and executor.
 
-A law is a property of every correct kernel, stated without a reference (but for `matches_reference`): a function of a
+A law is a property of every correct kernel, stated without a reference (except `matches_reference`): a function of a
 bench and a case that raises BrokenLawError. It draws nothing, so a case id and the schedules name one trial exactly.
 """
 
@@ -40,7 +40,7 @@ Exactness = Literal["bitwise", "tolerance"]
 
 
 class BrokenLawError(AssertionError):
-    """A law does not hold. The text is one line: what was seen, the law, and the command that reruns the case."""
+    """A law does not hold. The text is one line: the observation, the law, and the command that reruns the case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Machine:
 
 @dataclass(slots=True)
 class Bench:
-    """Runs cases on one machine. `schedules`: those of the trial, the schedule of plain runs first."""
+    """Runs cases on one machine. `schedules`: the trial's, with the schedule of plain runs first."""
 
     machine: Machine
     schedules: tuple[str, ...] = ("eager",)
@@ -76,10 +76,10 @@ class Bench:
         return self.schedules[0]
 
     def run(self, case: Case, inputs: Tensors, schedule: str | None = None) -> dict[str, torch.Tensor]:
-        """The outputs of `case` on `inputs`, every element written; elements that may hold anything are 0.
+        """Returns the outputs of `case` on `inputs`, every element written; elements that may hold anything are 0.
 
-        Raises UnsupportedError if the machine cannot do the case, BrokenLawError if it breaks down, breaks a rule of
-        the machine, leaves outputs unwritten or damages what is not its own.
+        UnsupportedError if the machine cannot run the case. BrokenLawError if it raises an error, breaks a rule of the
+        machine, leaves outputs unwritten or damages memory outside its outputs.
         """
         executor = load_executor(self.machine.executor)
         self.last = self.machine.row(case, _possible(executor, schedule or self.schedule))
@@ -98,7 +98,8 @@ class Bench:
 
 
 def _possible(executor: Executor, schedule: str) -> str:
-    """`schedule`, or the executor's own if it lacks that one. A law that compares schedules then compares runs."""
+    """Returns `schedule`, or the executor's own if it lacks that one. A law about schedules then compares repeated
+    runs."""
     own: tuple[str, ...] | None = getattr(executor, "schedules", None)
     return schedule if own is None or schedule in own else own[0]
 
@@ -108,8 +109,8 @@ class Law:
     """A law of `op`. The first paragraph of the docstring of `hold` states it.
 
     `exactness`: outputs agree in every bit, or within the rounding that the contract allows. The law covers cases with
-    the values in `fixed` and at least those in `least`, whose axes `speaks_of` admits. `runs`: the axes of all kernel
-    runs of a trial, for the budget. `schedules`: how many different ones a trial takes.
+    the values in `fixed` and at least those in `least`, if `speaks_of` admits their axes. `runs`: the axes of all
+    kernel runs of a trial, for the budget. `schedules`: how many different ones a trial takes.
     """
 
     op: str
@@ -131,7 +132,7 @@ class Law:
 
     @property
     def sentence(self) -> str:
-        """The law, as a sentence."""
+        """The law, as one sentence."""
         return " ".join((inspect.getdoc(self.hold) or "").split("\n\n")[0].split())
 
     def covers(self, case: Case) -> bool:
@@ -141,7 +142,7 @@ class Law:
         return fixed and all(case.int(name) >= low for name, low in self.least.items()) and self.speaks_of(axes)
 
     def try_on(self, bench: Bench, case: Case) -> None:
-        """Holds the law on `case`. Raises BrokenLawError, whose one line tells everything, or UnsupportedError."""
+        """Holds the law on `case`. Raises BrokenLawError with everything in one line, or UnsupportedError."""
         try:
             self.hold(bench, case)
         except BrokenLawError as broken:
@@ -180,7 +181,8 @@ def law(
 
 @cache
 def laws_of(op: str) -> dict[str, Law]:
-    """The laws of `op` by name: those of laws/every_op.py, and those of laws/OP.py if there is such a module."""
+    """Returns the laws of `op` by name: those of laws/every_op.py, and those of laws/OP.py if there is such a
+    module."""
     modules = ["every_op", *([op] if find_spec(f"{__package__}.{op}") else [])]
     for module in modules:
         import_module(f"{__package__}.{module}")

@@ -1,4 +1,4 @@
-"""Every backend, target and executor that is registered: adding one to pyproject.toml adds it to these tests."""
+"""Every registered backend, target and executor: adding one to pyproject.toml adds it to these tests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megamoe.records.lines import Record
 
 
 def machines(op: str) -> list[Machine]:
-    """All machines that have a kernel of `op`, whether they can run here or not.
+    """Returns all machines that have a kernel of `op`, whether they can run here or not.
 
-    Peers are left out. Our kernels are timed against them, each row is judged before that, and others mend them.
+    Peers are left out: our kernels are timed against them, each row is judged before that, and their authors fix them.
     """
     return [
         Machine(backend, target, executor)
@@ -29,9 +29,10 @@ def machines(op: str) -> list[Machine]:
 
 
 def end_as_unsupported(record: Record, in_ci: bool, expected: Sequence[Expectation] = ()) -> NoReturn:
-    """Ends the test of a cell that this machine cannot do: skipped with the reason, or failed in CI unless expected.
+    """Ends the test of a cell that this machine cannot run: skips it with the reason, or in CI fails it unless
+    expected.
 
-    Otherwise a CI service without CuTeDSL, say, would be green and have tried nothing.
+    Otherwise CI without CuTeDSL, say, would be green without having tested anything.
     """
     excused = any(one.entry.matches(record.row) and one.entry.status == record.status for one in expected)
     if in_ci and not excused:
@@ -44,7 +45,7 @@ def end_as_unsupported(record: Record, in_ci: bool, expected: Sequence[Expectati
 
 
 def skip_unless_available(machine: Machine) -> None:
-    """Ends the test as skipped, with the executor's reason, if the machine cannot run here."""
+    """Skips the test, with the executor's reason, if the machine cannot run here."""
     try:
         reason = load_executor(machine.executor).unavailable(machine.target)
     except UnsupportedError as error:

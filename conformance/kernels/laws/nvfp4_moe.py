@@ -22,7 +22,8 @@ from megamoe.ops.nvfp4_moe.inputs import tokens_of
 
 LAYER: Axes = {"stage": "layer"}
 FEW_KERNELS: Axes = {**LAYER, "interleave": 8}
-"""Laws of routes and scales take one layout of w1, which is compiled in: what they move is the same in all of them."""
+"""Laws about routes and scales use one layout of w1, which is compiled in: what they permute is the same in every
+layout."""
 OF_EXPERTS = ("w1_codes", "w1_sf", "w1_gs", "w2_codes", "w2_sf", "w2_gs", "a2_gs")
 STAGES = ("l1", "l2", "combine")
 
@@ -31,7 +32,7 @@ STAGES = ("l1", "l2", "combine")
 def token_permutation(bench: Bench, case: Case) -> None:
     """Permuting the tokens, with their routes, permutes y.
 
-    Bitwise: a token's arithmetic does not depend on the row of a tile, or the tile, that it comes to lie in.
+    Bitwise: a token's arithmetic does not depend on its tile or on its row within the tile.
     """
     inputs = inputs_of(case)
     order = torch.randperm(case.int("tokens"), generator=_generator(case))
@@ -67,7 +68,7 @@ def _halves(axes: Axes) -> list[Axes]:
 def batch_split(bench: Bench, case: Case) -> None:
     """A batch has the outputs of its two halves.
 
-    Bitwise: tokens share nothing, and serving depends on an answer that does not change with its neighbours.
+    Bitwise: tokens share nothing, and serving relies on answers that do not change with their neighbours.
     """
     inputs, tokens = inputs_of(case), case.int("tokens")
     together = bench.run(case, inputs)["y"]
@@ -79,9 +80,9 @@ def batch_split(bench: Bench, case: Case) -> None:
 
 @law("nvfp4_moe", "bitwise", fixed={**FEW_KERNELS, "shared": 0}, runs=lambda axes: [axes] * 2)
 def zero_weight_expert(bench: Bench, case: Case) -> None:
-    """What an expert computes does not matter where its weight is zero.
+    """An expert's numbers do not matter where its weight is zero.
 
-    Bitwise but for the sign of a zero: zero times a number, and a number plus zero, are exact. The codes of the most
+    Bitwise except for the sign of a zero: zero times a number, and a number plus zero, are exact. The codes of the most
     loaded expert are replaced by others.
     """
     inputs = {name: tensor.clone() for name, tensor in inputs_of(case).items()}
@@ -93,13 +94,13 @@ def zero_weight_expert(bench: Bench, case: Case) -> None:
         inputs[name][expert] = inputs[name][expert].flip(0) ^ 0x5A
     changed = bench.run(case, inputs)["y"]
     sides = (f"with other codes for expert {expert} of weight 0", "as they are")
-    # -0 + 0 is 0.
+    # -0 + 0 is 0, so adding 0 drops the sign of a zero.
     same_bits(case, {"y": changed + 0.0}, {"y": plain + 0.0}, sides)
 
 
 @law("nvfp4_moe", "bitwise", fixed=FEW_KERNELS, runs=lambda axes: [axes] * 3)
 def global_scale_power_of_two(bench: Bench, case: Case) -> None:
-    """A power of two may be moved from the global scale of w1 to x, and one in that of w2 comes out in y.
+    """A power of two may be moved from the global scale of w1 to x, and one in the global scale of w2 comes out in y.
 
     Bitwise: it changes exponents alone, and all numbers are far from the ends of fp32 and bf16.
     """
@@ -122,7 +123,7 @@ def global_scale_power_of_two(bench: Bench, case: Case) -> None:
 def dense_equals_one_expert(bench: Bench, case: Case) -> None:
     """If all tokens choose one expert, the layer is a dense one with its weights.
 
-    Bitwise: the arithmetic is the same; the others are neither read nor waited for.
+    Bitwise: the arithmetic is the same; the other experts are neither read nor waited for.
     """
     inputs = inputs_of(case)
     expert = int(torch.randint(case.int("num_experts"), (), generator=_generator(case)))
@@ -137,7 +138,7 @@ def dense_equals_one_expert(bench: Bench, case: Case) -> None:
     "nvfp4_moe", "bitwise", fixed=FEW_KERNELS, runs=lambda axes: [axes] + [{**axes, "stage": stage} for stage in STAGES]
 )
 def fused_equals_unfused(bench: Bench, case: Case) -> None:
-    """The layer writes what its stages write one after the other.
+    """The layer writes the same outputs as its stages one after the other.
 
     Bitwise: the contract says what is rounded between stages, so a fused kernel has no other numbers.
     """
@@ -152,10 +153,10 @@ def fused_equals_unfused(bench: Bench, case: Case) -> None:
 
 @law("nvfp4_moe", "bitwise", fixed=LAYER, runs=lambda axes: [axes] * 2)
 def gate_up_swap_is_noticed(bench: Bench, case: Case) -> None:
-    """Exchanging gate and up changes y, unless that is zero.
+    """Exchanging gate and up changes y, unless y is zero.
 
-    Any changed bit will do: silu(a) * b is not silu(b) * a. Activations are kept from saturating to signs alone, and
-    tokens from such small numbers that silu(a) is a / 2.
+    Any changed bit will do: silu(a) * b is not silu(b) * a. Activations must not saturate until only their signs are
+    left, nor come from tokens so small that silu(a) is a / 2.
     """
     inputs, turn = inputs_of(case), case.int("interleave")
     if "x" in inputs:
@@ -176,7 +177,7 @@ def gate_up_swap_is_noticed(bench: Bench, case: Case) -> None:
 
 
 def _of_tokens(case: Case, inputs: Tensors, order: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The inputs of the tokens in `order`."""
+    """Returns the inputs of the tokens in `order`."""
     return {**inputs, **tokens_of(case, inputs, order)}
 
 

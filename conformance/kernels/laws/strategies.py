@@ -1,4 +1,4 @@
-"""What the laws are tried on: schedules, and cases drawn from a spec's ranges within a budget of work."""
+"""Schedules and cases for the laws; the cases are drawn from a spec's ranges within a budget of work."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megamoe.spec.case_space import Axis
 
 T = TypeVar("T")
 MAX_SEED = 2**20
-# Ranges up to this length are listed, so no draw is thrown away for a constraint between two axes.
+# Ranges up to this length are listed, so that no draw is discarded for a constraint between two axes.
 LISTED = 64
-# An element costs some 10 us of host time where a kernel handles it by itself.
+# An element costs some 10 us of host time if a kernel handles it individually.
 ANY_BUDGET = 1 << 16
-# hd 512 has two key tiles under each of three schedules; what needs more is in `beyond`.
+# hd 512 has two key tiles under each of three schedules. Cases that need more are in `beyond`.
 FMHA_BUDGET = 5_000
-# Query heads of all sequences, at most.
+# Limit for the query heads of all sequences together.
 ALIKE_HEADS = 128
-# Numbers are drawn in steps of a thousandth, so that an id is short.
+# Floats are drawn in steps of a thousandth, to keep ids short.
 FLOAT_STEPS = 1000
 
 
@@ -32,11 +32,11 @@ FLOAT_STEPS = 1000
 class Drawing:
     """How the cases of an op are drawn. Axes that neither `first` nor `last` names keep their default or least value.
 
-    `first`: in an order that is drawn too, so each axis gets its turn at the whole budget. `last`: in this order.
-    `after`: an axis that another one bounds -> that one; it is drawn right after it, while there is budget.
-    `edges`: values where kernels go wrong, drawn half of the time. `work`: in any unit, monotone in every axis; at most
-    `budget` over all runs of a trial. `beyond`: by law, cases over the budget that are always tried, without the op.
-    `percent`: trials of a law in a hundred examples of the profile, since one takes half a second and more.
+    `first`: drawn in a random order, so that each axis can get the whole budget. `last`: drawn in this order. `after`:
+    an axis that another one bounds -> that one; it is drawn right after it, while there is budget. `edges`: values
+    where kernels go wrong, drawn half of the time. `work`: in any unit, monotone in every axis; at most `budget` over
+    all runs of a trial. `beyond`: by law, cases over the budget that are always tried, without the op. `percent`:
+    trials of a law in a hundred examples of the profile, since one takes half a second and more.
     """
 
     work: Callable[[Axes], int]
@@ -50,11 +50,12 @@ class Drawing:
 
 
 def _fmha_work(axes: Axes) -> int:
-    """About 0.1 ms each of host time on the PTX virtual machine, for the kernel that takes it longest.
+    """Units of about 0.1 ms of host time on the PTX virtual machine, for the slowest kernel.
 
-    Tiles of 64 rows by 64 keys. A row tile begins and ends once for each part of its keys, which costs more than a tile
-    of keys. Where there are several parts, a CTA a row merges them. More query heads than ALIKE_HEADS are too many:
-    kernels of one query differ by their number, and a batch would be compared with sequences that have another one.
+    Tiles have 64 rows by 64 keys. A row tile has a prologue and an epilogue for each part of its keys, which cost more
+    than a tile of keys. If there are several parts, one CTA a row merges them. More query heads than ALIKE_HEADS are
+    over budget: the kernel for one query depends on their number, so a batch would be compared with sequences on
+    another kernel.
     """
     hd, t, s_k, batch, heads, kv_heads = (int(axes[name] or 0) for name in _FMHA_SIZES)
     row_tiles = batch * kv_heads * -(-(heads // kv_heads) * t // 64)
@@ -65,7 +66,7 @@ def _fmha_work(axes: Axes) -> int:
 
 
 def _moe_work(axes: Axes) -> int:
-    """In the same unit: routing by each expert, the repacking of its weights, then tiles of rows by columns by K."""
+    """Same unit: routing by each expert, the repacking of its weights, then tiles of rows by columns by K."""
     hidden, intermediate, experts, tokens, topk = (int(axes[name] or 0) for name in _MOE_SIZES)
     row_tiles = min(experts, tokens * topk) + tokens * topk // 128
     l1 = -(-2 * intermediate // 256) * hidden
@@ -80,7 +81,7 @@ def _product(axes: Axes) -> int:
 
 
 def drawing_of(op: str) -> Drawing:
-    """How the cases of `op` are drawn: as DRAWINGS says, or up to ANY_BUDGET elements, all axes alike."""
+    """Returns how the cases of `op` are drawn: as DRAWINGS says, or up to ANY_BUDGET elements, all axes alike."""
     spec = spec_of(op)
     return DRAWINGS.get(op) or Drawing(_product, ANY_BUDGET, first=tuple(spec.axes), last=())
 
@@ -93,7 +94,7 @@ DRAWINGS: dict[str, Drawing] = {
         budget=FMHA_BUDGET,
         first=("hd", "t", "s_k", "batch", "heads"),
         last=("kv_heads", "causal", "window", "scale", "lse", "kv", "sinks"),
-        # Keys in two parts, which a combine kernel adds up, and two key tiles of two sequences.
+        # Two key parts for a combine kernel, and two sequences of two key tiles.
         beyond={
             "schedule_independent": ("hd=256,t=1,s_k=513", "hd=512,t=1,s_k=513"),
             "batch_invariant": ("hd=512,t=1,s_k=65,batch=2",),
@@ -120,7 +121,7 @@ DRAWINGS: dict[str, Drawing] = {
 
 
 def schedules(count: int) -> st.SearchStrategy[tuple[str, ...]]:
-    """`count` different schedules; the simplest ones are eager and lazy."""
+    """Draws `count` different schedules; the simplest ones are eager and lazy."""
     named = st.sampled_from(("eager", "lazy"))
     drawn = st.integers(0, MAX_SEED).map("random:{}".format)
     return st.lists(named | drawn, min_size=count, max_size=count, unique=True).map(tuple)
@@ -128,7 +129,7 @@ def schedules(count: int) -> st.SearchStrategy[tuple[str, ...]]:
 
 @st.composite
 def cases(draw: st.DrawFn, law: Law, share: int = 1) -> Case:
-    """Cases within the spec's ranges and a `share`-th of the op's budget that `law` speaks of."""
+    """Draws cases that `law` covers, within the spec's ranges and a `share`-th of the op's budget."""
     spec, drawing = spec_of(law.op), drawing_of(law.op)
     axes: dict[str, AxisValue] = {name: _least(axis, law) for name, axis in spec.axes.items()} | dict(law.fixed)
     order = [*draw(_orders(tuple(drawing.first))), *drawing.last]
@@ -177,7 +178,7 @@ def _value(
         low, high = math.ceil((axis.min or 0) * FLOAT_STEPS), math.floor((axis.max or 0) * FLOAT_STEPS)
         return draw(_between(low, high)) / FLOAT_STEPS
     low, high = int(axis.min or 0) if least is None else least, int(axis.max or 0)
-    # No value, an edge, any value: alike often.
+    # No value, an edge or any value, with equal odds.
     way = draw(_below(3 if axis.optional else 2)) - axis.optional
     if way < 0:
         return None
@@ -191,17 +192,17 @@ def _value(
 
 
 def _one_of(draw: st.DrawFn, values: Sequence[T]) -> T:
-    """One of `values`, by a choice even where there is one alone.
+    """Draws one of `values`, and makes a choice even if there is only one.
 
-    sampled_from makes none then. A smaller value of one axis, which leaves more of another, would add a choice and give
-    all later axes each other's values: a failure would not shrink.
+    sampled_from makes no choice then. A smaller value of one axis, which leaves more for another, would add a choice
+    and shift the choices of all later axes: a failure would not shrink.
     """
     return values[draw(_below(len(values)))]
 
 
 @cache
 def _between(low: int, high: int) -> st.SearchStrategy[int]:
-    """Hypothesis checks each new strategy, which takes longer than a draw from it."""
+    """Cached, because Hypothesis checks each new strategy, which takes longer than a draw from it."""
     return st.integers(low, high)
 
 
@@ -215,7 +216,7 @@ def _below(count: int) -> st.SearchStrategy[int]:
 
 
 def _greatest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The greatest value that fits; `low` must, and what fits must be an interval."""
+    """The greatest value that fits. `low` must fit, and the fitting values must be an interval."""
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

@@ -81,7 +81,7 @@ def test_law_beyond_the_budget(law: Law, machine: Machine, case: str, pytestconf
 
 
 def _hold(law: Law, machine: Machine, trial: Callable[[], Trial]) -> None:
-    """Conducts one trial; a law that is broken fails the test in one line."""
+    """Conducts one trial; a broken law fails the test in one line."""
     failure = ""
     try:
         conduct(law, machine, trial(), TALLIES[repr(law), machine])

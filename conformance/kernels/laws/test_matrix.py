@@ -1,4 +1,4 @@
-"""The cells of the smoke profile, each a test that has the case's id: `pytest -k hd=64` picks them as one expects."""
+"""The cells of the smoke profile, one test each, named by the case's id: `pytest -k hd=64` picks them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CELLS = [
     pytest.param(machine, case, id=f"{machine}-{case.id}")
     for op, spec in specs().items()
     for case in spec.profile(PROFILE).cases
-    # The judge keeps the references of the last case.
+    # The judge caches the references of the last case, so keep the cells of a case together.
     for machine in MACHINES[op]
 ]
 

@@ -1,4 +1,4 @@
-"""Which planted faults of NVFP4 MoE the judge catches, on which cases; and that it lets legal kernels pass."""
+"""Which planted faults of NVFP4 MoE the judge catches, and on which cases; and that it passes legal kernels."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ KILLS = {
 }
 
 
-# More than the cases of the matrix, which every style asks for in turn.
+# Larger than the number of cases of the matrix, which every style goes through.
 @lru_cache(maxsize=256)
 def references(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     inputs = MOE.make_inputs(case)
@@ -83,7 +83,7 @@ def references(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
 
 
 def judged(case: Case, name: str) -> Judgement:
-    """The verdict on the emulated kernel `name`."""
+    """Judges the emulated kernel `name`."""
     inputs, oracle, simulated = references(case)
     arena = Arena(SPEC, case, inputs)
     emulate(case, arena.tensors, name)
@@ -114,7 +114,8 @@ LARGE_FAULTS = {
 
 @pytest.mark.parametrize("fault", [*LARGE_FAULTS, "correct"])
 def test_as_large_rows_are_drawn_and_digested_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What tells a large row from a small one: draws by counting, other digests, choices settled in portions."""
+    """A large row differs in three ways: its draws are counted, its digests differ, its choices are settled in
+    portions."""
     monkeypatch.setattr("megamoe.ops.nvfp4_moe.inputs.COUNTED", 4096)
     monkeypatch.setattr("megamoe.judge.arena.HASHED", 4096)
     monkeypatch.setattr("megamoe.ops.nvfp4_moe.settle.HELD", 16)
@@ -129,7 +130,8 @@ def test_as_large_rows_are_drawn_and_digested_faults_are_caught(fault: str, monk
 
 @pytest.mark.parametrize("style", STYLES)
 def test_legal_kernels_pass_on_the_matrix(style: str) -> None:
-    """No flake: other steps along K and another order, truncated sums, approximate reciprocals and exponentials."""
+    """No false alarms: other steps along K and another order, truncated sums, approximate reciprocals and
+    exponentials."""
     for case in CASES:
         verdict = judged(case, style)
         assert verdict.passed, f"{style} is legal: {verdict.sentence}"
@@ -167,7 +169,8 @@ STEPS = SPEC.parse_case("nvfp4_moe:hidden=512,intermediate=256,num_experts=3,tok
 
 
 def flipped(places: torch.Tensor, codes: Codes, packed: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Copies of a2_codes, each with the code at one of `places` [n, 2] changed to a neighbour, legal if one is."""
+    """Yields copies of a2_codes, each with the code at one of `places` [n, 2] changed to a neighbour, a legal one if
+    any."""
     for route, column in places.tolist():
         changed, shift = packed.clone(), 4 * (column % 2)
         row = changed[int(codes.rows[route])]
@@ -180,7 +183,7 @@ def flipped(places: torch.Tensor, codes: Codes, packed: torch.Tensor) -> Iterato
 
 @pytest.fixture(scope="module")
 def places() -> dict[bool, torch.Tensor]:
-    """Places of codes of STEPS, by whether a neighbour is right as well."""
+    """Places of codes of STEPS, by whether a neighbour is also right."""
     codes = codes_of_steps()[0]
     undecided = codes.lowest != codes.highest
     assert undecided.any(), f"{STEPS.id} has no code next to a step, so that nothing can be shown"
@@ -189,7 +192,7 @@ def places() -> dict[bool, torch.Tensor]:
 
 @lru_cache(maxsize=1)
 def codes_of_steps() -> tuple[Codes, dict[str, torch.Tensor], Case]:
-    """The codes of the first stage of STEPS, on the inputs of the layer; its outputs; its case."""
+    """Returns the codes of STEPS's first stage on the layer's inputs; its outputs; its case."""
     l1, inputs = SPEC.vary(STEPS, stage="l1"), references(STEPS)[0]
     outputs = MOE.oracle(l1, inputs)
     return MOE.latitude(l1, inputs, outputs, outputs).codes["a2_codes"], outputs, l1
@@ -197,7 +200,7 @@ def codes_of_steps() -> tuple[Codes, dict[str, torch.Tensor], Case]:
 
 @pytest.mark.parametrize("case_id", [COMBINE, f"{COMBINE},weight=before", f"{COMBINE},shared=2"])
 def test_rows_are_combined_to_the_bit(case_id: str) -> None:
-    """Fused or not. Where weights are 1, rows that are too large by a bit of fp32 show in sums between two bf16."""
+    """Fused or not. With weights of 1, rows that are too large by a bit of fp32 show in sums between two bf16."""
     case = SPEC.parse_case(case_id)
     inputs, oracle, simulated = references(case)
     routes = routing(case, inputs["topk_ids"])
@@ -234,7 +237,7 @@ def test_a_code_next_to_a_step_may_be_either_neighbour(legal: bool, places: dict
 
 @pytest.mark.parametrize("legal", [True, False])
 def test_y_is_held_to_the_codes_that_the_kernel_chose(legal: bool, places: dict[bool, torch.Tensor]) -> None:
-    """One code moves a row of y by more than its bars allow. That is right next to a step, and wrong elsewhere."""
+    """One code moves a row of y by more than its tolerance: right next to a rounding step, wrong elsewhere."""
     codes, outputs, _ = codes_of_steps()
     inputs, oracle, simulated = references(STEPS)
     moved = 0

@@ -1,4 +1,4 @@
-"""Each law catches the fault planted for it, says so in one line that reruns it, and passes kernels that are legal."""
+"""Each law catches the fault planted for it, reports it in one line that reruns it, and passes legal kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from conformance.kernels.laws.trial import (
 )
 
 FAKES = {"fmha": fmha, "nvfp4_moe": nvfp4_moe}
-# A kernel that takes liberties must still be the same kernel, whatever runs beside it: these do, to the bit.
+# Legal kernels may take liberties, but their bits must not depend on what runs beside them. These keep to that.
 LEGAL = {"fmha": tuple(fmha.STYLES), "nvfp4_moe": ("correct", "truncating")}
 LAWS = {op: laws_of(op) for op in FAKES}
 FMHA = LAWS["fmha"]

@@ -16,7 +16,7 @@ EXAMPLES = 200
 
 
 def drawn(law: Law, examples: int = EXAMPLES) -> list[Case]:
-    """Cases as a derandomised run of a law sees them."""
+    """Returns cases as a derandomised run of a law draws them."""
     found: list[Case] = []
 
     @settings(max_examples=examples, derandomize=True, database=None, deadline=None)
@@ -32,7 +32,7 @@ def drawn(law: Law, examples: int = EXAMPLES) -> list[Case]:
 def test_drawn_cases_keep_to_ranges_and_budget_and_are_various(law: Law) -> None:
     found = drawn(law)
     if {case.inputs for case in found} != set(spec_of(law.op).inputs):
-        # Hypothesis varies what it has drawn: of 200 cases some 40 are draws of their own.
+        # Hypothesis mutates earlier draws: of 200 cases only some 40 are independent.
         found = drawn(law, 5 * EXAMPLES)
     _keep_to_ranges_and_budget(law, found)
     _are_various(law, found)

@@ -14,23 +14,23 @@ from conformance.kernels.laws.strategies import cases, schedules
 from megamoe.contract import Case, UnsupportedError, spell
 from megamoe.runner.child import give_memory_back
 
-# A machine that declines so many cases in a row, and has not done any, is taken to have no kernel for the law.
+# A machine that declines this many cases in a row without running any is taken to have no kernel for the law.
 DECLINED_IN_A_ROW = 25
-# Of a trial whose case is given and whose schedules are not.
+# Schedules of a trial whose case is given without schedules.
 SCHEDULES = ("eager", "lazy", "random:0")
 EXAMPLES = 12
 hunting = settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
-# Draws vary with the constants that Hypothesis finds in loaded modules; a planted fault ends the search when it is met.
+# Draws vary with the constants that Hypothesis finds in loaded modules, so allow many. A planted fault ends the search.
 searching = settings(hunting, max_examples=2_000)
 
 
 class OutOfScopeError(Exception):
-    """A law says nothing about the case that was given; the text says what it speaks of."""
+    """The law says nothing about the given case; the text says what it covers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a law is tried on. It prints as what reruns it."""
+    """The case and schedules of one trial. It prints as the rerun needs it."""
 
     case: Case
     schedules: tuple[str, ...]
@@ -45,7 +45,7 @@ class Trial:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the trials of one law on one machine."""
+    """Counts the outcomes of one law's trials on one machine."""
 
     held: int = 0
     declined: int = 0
@@ -54,9 +54,10 @@ class Tally:
 def trials(
     law: Law, case_id: str | None, given_schedules: list[str], shares: tuple[int, ...] = (1,)
 ) -> st.SearchStrategy[Trial]:
-    """Trials of `law`; only those of the case given, if one is. Else one of `shares` is the part of the budget.
+    """Returns trials of `law`: only of the given case, if there is one; else drawn cases within one of `shares` of the
+    budget.
 
-    OutOfScopeError if the law does not speak of that case, SpecError if there is no such case.
+    OutOfScopeError if the law does not cover that case, SpecError if there is no such case.
     """
     if case_id is None:
         drawn = st.one_of([cases(law, share) for share in shares])
@@ -72,7 +73,7 @@ def trials(
 
 
 def conduct(law: Law, machine: Machine, trial: Trial, tally: Tally) -> None:
-    """Tries `law` once. Cases that the machine declines do not count; if it declines all, the test is skipped."""
+    """Tries `law` once. Declined cases do not count; if the machine declines all, the test is skipped."""
     try:
         law.try_on(Bench(machine, trial.schedules), trial.case)
     except UnsupportedError as error:
@@ -87,7 +88,7 @@ def conduct(law: Law, machine: Machine, trial: Trial, tally: Tally) -> None:
 
 
 def hunt(law: Law, machine: Machine, how: settings = hunting) -> Tally:
-    """Tries `law` on drawn cases; raises BrokenLawError when it is broken."""
+    """Tries `law` on drawn cases. BrokenLawError if one breaks it."""
     tally = Tally()
 
     @how

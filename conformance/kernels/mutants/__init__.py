@@ -1,1 +1,1 @@
-"""Kernels with one thing changed; a check must notice each."""
+"""A check must notice each kernel with one thing changed."""

@@ -8,10 +8,10 @@ from conformance.kernels.mutants.options import parsed
 
 
 def main(given: list[str]) -> int:
-    """Status 0; 1 if a mutant without a reason survived, or of somebody's own backend one that is not equivalent; 2 for
-    a call that means nothing; 130 for Ctrl-C."""
+    """Returns 0; 1 if a mutant survived without a reason, or one of a user's backend that is not equivalent; 2 for a
+    meaningless call; 130 for Ctrl-C."""
     options = parsed(given)
-    # Torch and the machine take seconds to import; a misspelt option is told at once.
+    # Torch and the machine take seconds to import; a misspelt option should fail at once.
     from conformance.kernels.mutants.command import perform
 
     return perform(options, given)

@@ -1,10 +1,10 @@
-"""A campaign: mutants of the programs of a selection, run until a check kills each, on record line by line.
+"""A campaign: runs mutants of a selection's programs until a check kills each, and records them line by line.
 
-Killed means: a verdict other than passed, a finding of grade error or portability (or a counter of FINDINGS) that
-the program itself has not, or more of a counter of WORK. A program is a PTX text; its cases are all cases of the
+Killed means: a verdict other than passed, a finding of grade error or portability (or a counter of FINDINGS) that the
+program itself does not have, or more of a counter of WORK. A program is a PTX text; its cases are all cases of the
 selection that build this text, and some on few CTAs. A mutant runs on those that execute its line until one kills it:
-in `_turns` is the order, in which those that kill most in a second come first. What lives where it is looked at most
-closely and is equivalent by an argument runs no further.
+`_turns` sets the order, with the most kills a second first. A mutant that survives the closest looks and is equivalent
+by an argument runs no further.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ from megamoe.spec.spec import Spec
 FINDINGS = ("tmem_unwaited_overwrites", "tmem_unordered_copies", "smem_unfenced_overwrites", *COUNTERS.values())
 """Counters of the machine that are findings: an order that the ISA does not promise."""
 WORK = ("mma_flops", "tma_load_bytes", "tma_store_bytes")
-"""Counters of work that depend on no order. The gate, which holds them against the baseline, fails where one grows."""
+"""Counters of work that depend on no order. The gate compares them with the baseline and fails if one grows."""
 SCHEDULES = ("eager", "lazy", "random:3", "late_warp:0")
 MAX_COLLECTED = 1 << 18
-"""Elements of the inputs of a case that runs with its findings collected, unless it is the smallest."""
+"""Most elements of the inputs of a case that runs with its findings collected; the smallest case may have more."""
 COLLECTED = "collected"
-"""In the place of a schedule: the first one, with findings collected."""
+"""Stands for a schedule: the first one, with findings collected."""
 FEW_CTAS = "few_ctas"
-"""In the place of a schedule, with their number behind a colon: the first two on few CTAs, and the first with findings
+"""Stands for a schedule, with their number after a colon: the first two on few CTAs, and the first with findings
 collected."""
 Argued = Callable[["Outcome"], bool]
 """Whether a survivor is equivalent by an argument."""
 
 
 class OverTime(Exception):
-    """A run that took far longer than the program itself."""
+    """A run that took far longer than the unchanged program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a campaign runs. Of each program: `synchronisation` mutants of the classes SYNCHRONISATION and `others` of
-    the rest (None: all), drawn by `seed`; of these a `shard`. `programs`: parts of the names of
-    programs (none: all programs)."""
+    the rest (None: all), drawn by `seed`; of these a `shard`. `programs`: parts of the names of programs (none: all
+    programs)."""
 
     selection: Selection
     synchronisation: int | None = None
@@ -84,12 +84,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a mutant: a line of a record. `check`, `case` and `schedule` are empty where it survived.
+    """Outcome of a mutant: a line of a record. `check`, `case` and `schedule` are empty if it survived.
 
-    `same_code`: whether an assembler makes the same machine code of it; None where it was not asked. `reached`, of a
-    survivor: whether a case with its findings collected executes the line that it changes; None for one of a launch.
-    `smoke`: the check that kills it in a row of the profile smoke, "" for none; None where `smoked` has not asked.
-    `seconds`: processor time, without that of the program itself, which is run once for all its mutants.
+    `same_code`: whether an assembler makes the same machine code of it; None if that was not checked. `reached`, of a
+    survivor: whether a case with its findings collected executes the line that it changes; None for a changed launch.
+    `smoke`: the check that kills it in a row of the profile smoke, "" for none; None if `smoked` has not run.
+    `seconds`: processor time, without the unchanged program's, which runs once for all its mutants.
     """
 
     id: str
@@ -116,7 +116,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A program for one case, and what a run of it must show."""
+    """A program for one case, and the expected outputs of a run."""
 
     spec: Spec
     case: Case
@@ -148,8 +148,8 @@ class _Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """What a run that collects tells: its findings, the PTX lines that it executed, what came of it; its launches and
-    its processor time, if it is kept."""
+    """Results of a run that collects: its findings, the PTX lines that it executed, its outcome; its launches and its
+    processor time, if they are kept."""
 
     found: tuple[Fault, ...]
     lines: frozenset[int]
@@ -187,7 +187,7 @@ class Subject:
 
     @property
     def code(self) -> Mapping[str, str | None]:
-        """The SHA-256 of its machine code by assembler, None where one makes none."""
+        """The SHA-256 of its machine code by assembler, None if an assembler makes none."""
         if self._code is None:
             self._code = _code_of(self.built[0].program)
         return self._code
@@ -199,16 +199,16 @@ class Subject:
 
     @property
     def spent(self) -> float:
-        """Processor time of the runs of the program itself so far, on few CTAs too."""
+        """Processor time of the unchanged program's runs so far, including those on few CTAs."""
         return self._spent + sum(one.spent for one in (self._few or {}).values())
 
     def baseline(self, built: Built, schedule: str) -> _Baseline:
-        """What the program itself does. ValueError if it does not pass: then no kill means anything."""
+        """Runs the unchanged program. ValueError if it does not pass: then no kill means anything."""
         key = (built.case.id, schedule)
         if key not in self._baselines:
             known, begun, tape = self._collections.get(key), time.process_time(), Tape()
             if known is not None and not known.found:
-                # Nothing was found that would have ended another run.
+                # No finding would have ended a run without collection, so reuse this one.
                 (check, sentence), counters = judged(built, known.ran), known.ran.execution.counters
                 seconds, tape = known.seconds, known.tape
             else:
@@ -221,7 +221,7 @@ class Subject:
         return self._baselines[key]
 
     def collection(self, built: Built, schedule: str) -> Collection:
-        """What a run of the program itself that collects tells."""
+        """Runs the unchanged program with its findings collected."""
         key = (built.case.id, schedule)
         if key not in self._collections:
             begun, tape = time.process_time(), Tape()
@@ -231,11 +231,12 @@ class Subject:
         return self._collections[key]
 
     def collects(self, built: Built) -> bool:
-        """Whether a case runs with its findings collected: the smallest one, and those of MAX_COLLECTED elements."""
+        """Whether a case runs with its findings collected: the smallest one, and those of MAX_COLLECTED elements at
+        most."""
         return built is self.built[0] or built.size <= MAX_COLLECTED
 
     def telling(self, schedule: str) -> list[Built]:
-        """The first case, and those that are collected and execute a line which no smaller one does."""
+        """The first case, and collected ones that execute a line which no smaller one does."""
         found: list[Built] = []
         seen = frozenset[int]()
         for one in filter(self.collects, self.built):
@@ -246,8 +247,8 @@ class Subject:
         return found
 
     def executing(self, line: int, schedule: str) -> list[Built]:
-        """The cases that execute a line, and those of which nobody knows as they are too large to be collected. Line 0:
-        all cases."""
+        """The cases that execute a line, and those too large to be collected, where that is unknown. Line 0: all
+        cases."""
         return [
             one
             for one in self.built
@@ -273,7 +274,7 @@ def subjects(selection: Selection) -> list[Subject]:
 
 
 def program_of(backend: str, target: str, case: Case) -> Program | HostProgram | None:
-    """The program of a backend for `case`; None where it has none, or one without PTX."""
+    """The program of a backend for `case`; None if it has none, or one without PTX."""
     try:
         built = load_backend(backend).build(case, "sm_90a" if target == "sm_90a" else "sm_100a")
     except UnsupportedError:
@@ -297,7 +298,8 @@ def planned(plan: Plan, programs: Sequence[Subject]) -> list[tuple[Subject, Muta
 
 
 def drawn(every: Sequence[Mutant], count: int | None, seed: int) -> list[Mutant]:
-    """`count` of the mutants (None: all): one of each class in turn, within a class by the hash of seed and id."""
+    """Draws `count` of the mutants (None: all): one of each class in turn, within a class by the hash of seed and
+    id."""
     if count is None:
         return list(every)
     kinds: dict[str, list[Mutant]] = {}
@@ -324,10 +326,10 @@ def examine(
     few_ctas: bool = True,
     argued: Argued | None = None,
 ) -> Outcome:
-    """Run a mutant on the cases of its program that execute its line until a check kills it.
+    """Runs a mutant on the cases of its program that execute its line until a check kills it.
 
-    What is the same machine code, if assemblers are asked, or equivalent because it is `argued`, is left alone behind
-    the first turns, or before them if nothing has to run for that. `few_ctas`: whether it runs on few, too.
+    A mutant with the same machine code (if assemblers are asked), or one that is `argued` equivalent, runs only the
+    first turns, or none if the argument needs no run. `few_ctas`: whether it runs on few CTAs, too.
     """
     begun, runs = time.process_time() - subject.spent, 0
     about = (mutant.id, subject.name, mutant.kind, mutant.line, _short(mutant.before), _short(mutant.after))
@@ -359,7 +361,7 @@ def examine(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One run of a mutant. `name`: what an outcome calls its schedule. `collects`: whether findings are collected."""
+    """One run of a mutant. `name`: its schedule in an outcome. `collects`: whether findings are collected."""
 
     name: str
     subject: Subject
@@ -369,13 +371,14 @@ class _Turn:
 
 
 def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ctas: bool) -> Iterator[list[_Turn]]:
-    """The runs of a mutant: first those after which an argument is heard, then the others. Few CTAs go by size: where
-    only a long case executes a line on one, it is shorter on three.
+    """The runs of a mutant: first those before an argument counts, then the others. Runs on few CTAs go by size: if
+    only a long case executes a line on one CTA, it is shorter on three.
 
-    Of what orders, in the record of 905 that died: 780 in order, most of them on the cheapest case, 69 on few CTAs,
-    where rings wrap (one of them where each stage is the first of a tile), 48 as findings were collected, and 8 under
-    the other schedules, which the largest case runs. Of the rest 242 of 254 died in order; those that died elsewhere
-    were guards, stores and an address. A wait without its loop dies only where a schedule lets it give up.
+    Counts from a record where 905 mutants of synchronisation were killed: 780 in order, most of them on the cheapest
+    case, 69 on few CTAs, where rings wrap (one of them only with each stage the first of a tile), 48 with findings
+    collected, and 8 under the other schedules, which the largest case runs. Of the rest, 242 of 254 were killed in
+    order; the others were guards, stores and an address. A wait without its loop is killed only by a schedule that lets
+    it give up.
     """
     first, *others = schedules
     cases = subject.executing(mutant.line, first)
@@ -414,7 +417,7 @@ def killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> 
 
 @contextmanager
 def _limited(whole: _Baseline) -> Iterator[int]:
-    """How many steps a mutant may take, and OverTime after too long, by what the program itself took."""
+    """Yields the step limit of a mutant; OverTime after too long. Both follow from the unchanged program's run."""
     limit = 20 + 50 * whole.seconds
     late = partial(OverTime, f"it ran for {limit:.0f} s, fifty times as long as the program itself")
     with seconds_at_most(limit, late):
@@ -422,8 +425,8 @@ def _limited(whole: _Baseline) -> Iterator[int]:
 
 
 def _found_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
-    """The first finding that the program itself has not, which ends the run. What ends it otherwise counts where the
-    case is judged."""
+    """The first finding that the unchanged program does not have; it ends the run. Another end counts when the case is
+    judged."""
     whole = subject.collection(built, schedule)
     findings = UntilNew(own=frozenset(one.site for one in whole.found))
     limited, changed = _limited(subject.baseline(built, schedule)), _as_changed(whole.tape, built.program, mutant)
@@ -439,7 +442,8 @@ def _found_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> 
 
 @dataclass(slots=True)
 class UntilNew(Findings):
-    """Findings of a run that ends with the first that the program itself has not. `own`: sites of those it has."""
+    """Findings of a run that ends with the first one that the unchanged program does not have. `own`: sites of those it
+    has."""
 
     own: frozenset[tuple[object, ...]] = frozenset()
 
@@ -448,8 +452,8 @@ class UntilNew(Findings):
         return fault.site not in self.own and fault.about.grade != "note"
 
     def add(self, fault: Fault, *, ends: bool) -> None:
-        """Take a fault, and raise it if it is new."""
-        # A class that is made anew for its slots has no super() of its own on Python 3.11.
+        """Adds a fault, and raises it if it is new."""
+        # A dataclass with slots is a new class, so super() without arguments fails on Python 3.11.
         Findings.add(self, fault, ends=ends)
         if not ends and self.is_new(fault):
             raise fault
@@ -459,7 +463,7 @@ class UntilNew(Findings):
 def _as_changed(
     tape: Tape, program: Program | HostProgram, mutant: Mutant
 ) -> Iterator[tuple[Program | HostProgram, machine.VmExecutor]]:
-    """What runs in the place of a mutant: `program`, of which only the changed kernel is run, or all of the mutant."""
+    """Yields what runs for a mutant: `program`, with only the changed kernel run, or the whole mutant."""
     if (playing := player(tape, program, mutant)) is not None:
         yield program, playing
         return
@@ -474,7 +478,7 @@ def collected(
     findings: Findings | None = None,
     listening: machine.VmExecutor | None = None,
 ) -> Collection:
-    """A run that goes on after what the machine can go on after, unless `findings` ends it."""
+    """A run that continues after every finding that the machine can continue after, unless `findings` ends it."""
     listening = listening or machine.VmExecutor()
     listening.findings = found = Findings() if findings is None else findings
     ran = GuardedCase(built.spec, built.case, listening, built.expected.inputs).run(program, options)
@@ -482,7 +486,7 @@ def collected(
 
 
 def _ended_by(error: Exception) -> tuple[str, str]:
-    """The check that an exception is, and its sentence."""
+    """The check for an exception, and its sentence."""
     return "timed_out" if isinstance(error, OverTime) else f"error:{type(error).__name__}", str(error)
 
 
@@ -493,7 +497,7 @@ def _short(text: str) -> str:
 def verdict(
     built: Built, program: Program | HostProgram, options: RunOptions, executor: Executor | None = None
 ) -> tuple[str, str, Mapping[str, int]]:
-    """What a judge says: the check that fails and its sentence, or two empty strings; and the counters of the run."""
+    """The judge's verdict: the failing check and its sentence, or two empty strings; and the counters of the run."""
     guarded = GuardedCase(built.spec, built.case, executor or load_executor("vm"), built.expected.inputs)
     try:
         ran = guarded.run(program, options)
@@ -517,7 +521,7 @@ def judged(built: Built, ran: GuardedRun) -> tuple[str, str]:
 
 
 def _check_of(judgement: Judgement) -> str:
-    """The first metric of a failed judgement that is over its bar, by its name without the tensor's."""
+    """The first metric of a failed judgement that is over its tolerance, without the tensor's name."""
     metrics = judgement.metrics
     over = [name for name, value in metrics.items() if f"{name}.bar" in metrics and not value <= metrics[f"{name}.bar"]]
     over += [name for name, value in metrics.items() if name.endswith(".wrong") and value]
@@ -565,12 +569,12 @@ class Record(Journal[Outcome]):
         super().__init__(Outcome, *paths)
 
     def forget(self, program: str) -> None:
-        """Leave out what became of the mutants of a program, by its name."""
+        """Drops the outcomes of a program's mutants, by the program's name."""
         self.leave_out({one.id for one in self.results if one.program == program})
 
 
 def built_no_more(record: Record) -> list[str]:
-    """Names of programs whose text their backend does not build any more for the case of the name."""
+    """Names of programs whose backend builds another text by now for the case of the name."""
     specs, gone = load_specs(None), list[str]()
     for name in dict.fromkeys(one.program for one in record.results):
         backend, target, case_id, text = name.split()
@@ -589,9 +593,10 @@ def run(
     again: bool = False,
     argued: Argued | None = None,
 ) -> Iterator[tuple[int, Outcome]]:
-    """Examine what `record` lacks of `todo`, for at most `seconds` of processor time: places in `todo`, outcomes.
+    """Examines the part of `todo` that `record` lacks, for at most `seconds` of processor time: places in `todo`,
+    outcomes.
 
-    `again`: examine all of it, whatever the record has, and hear no argument.
+    `again`: examines all of it, whatever the record has, and ignores arguments.
     """
     begun = time.process_time()
     for at, (subject, mutant) in enumerate(todo, 1):
@@ -610,14 +615,14 @@ DROPPED: Mapping[str, str] = {
     "sm_100a": "fmha:hd=64,t=64,s_k=800,inputs=large_logits",
     "sm_90a": "fmha:hd=64,t=4,s_k=300",
 }
-"""A case a target, of a raw-PTX kernel. Its key tiles wrap the ring of stages; large logits change the running maximum,
-and so O's scale."""
+"""One case a target, of a raw-PTX kernel. Its key tiles wrap the ring of stages; large logits change the running
+maximum, and so O's scale."""
 
 
 def drops(target: str) -> list[Outcome]:
-    """Takes each synchronising instruction out of the program of DROPPED, one at a time, in the order of its text."""
+    """Removes each synchronising instruction from the program of DROPPED, one at a time, in the order of its text."""
     chosen = Selection(cases=(DROPPED[target],), backends=("ptx",), targets=(target,), executors=("vm",))
     (subject,) = subjects(chosen)
     dropped = (one for one in mutants(subject.built[0].program) if one.kind == "drop")
-    # No assembler makes the same code of two texts that differ in an instruction which orders something.
+    # No assembler makes the same code of two texts that differ in an instruction for ordering.
     return [examine(subject, one, ask_assemblers=False) for one in dropped]

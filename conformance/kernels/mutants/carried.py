@@ -1,11 +1,12 @@
-"""`python -m conformance.kernels.mutants.carried FOLDER`: what on_device.py takes along to an H200.
+"""`python -m conformance.kernels.mutants.carried FOLDER`: writes what on_device.py needs on an H200.
 
-Of each sm_90a mutant of the record whose row has at most ELEMENTS: its machine code, the launches, and the inputs of
-the row that killed it in the VM, or of the first of its program, where none did. Launches are those that the VM is
-given, host programs' included. `--draw SYNC OTHERS SEED` adds mutants of the smoke profile's programs of the NVFP4
-layer. `--some N`: only N of them all, by lot, and of those that deadlock in the VM, which cost seconds each, an eighth.
-`--hanging`: those alone that hang in the record of an H200 (silicon.py), with waits that give up, so that tools see an
-end; and their programs as they are, with the same waits.
+For each sm_90a mutant of the record whose row has at most ELEMENTS it packs the machine code, the launches, and the
+inputs of the row that killed it in the VM, or of its program's first row if none did. Launches are the VM's, host
+programs' included. `--draw SYNC OTHERS SEED` adds mutants of the smoke profile's programs of the NVFP4 layer.
+
+`--some N`: only N of all, at random; at most an eighth of these deadlock in the VM, as such mutants cost seconds each.
+`--hanging`: only mutants that hang in the record of an H200 (silicon.py), with waits that give up, so that tools come
+to an end; and their unchanged programs, with the same waits.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from megamoe.spec.selection import Selection
 
 TARGET = "sm_90a"
 ELEMENTS = 300_000
-"""Of the inputs of a row that travels."""
+"""Most elements of the inputs of a packed row."""
 
 
 class Noting(Machine):
@@ -53,12 +54,12 @@ class Noting(Machine):
         """Note it."""
         if asked.cooperative:
             raise ValueError(f"{asked.function.name} is a cooperative launch; the launcher on the device makes none")
-        # Whoever asked may write the bytes anew for the next launch.
+        # The caller may overwrite the bytes for the next launch.
         self.noted.append(replace(asked, params=tuple(map(bytes, asked.params))))
 
 
 def noted(built: Built, program: Program | HostProgram) -> tuple[Noting, tuple[str, ...]]:
-    """What `program` asks of a machine on the inputs of a case, and the names of the outputs."""
+    """Returns the launches that `program` requests on the inputs of a case, and the names of the outputs."""
     made: list[Noting] = []
 
     def noting(*given: Any) -> Noting:
@@ -73,7 +74,7 @@ def noted(built: Built, program: Program | HostProgram) -> tuple[Noting, tuple[s
 
 
 def places(launch: LaunchRequest, buffers: Sequence[Buffer]) -> list[tuple[int, int, str, int]]:
-    """Where addresses stand among the parameters: parameter, byte, buffer, offset into it."""
+    """Finds the addresses among the parameters: parameter, byte, buffer, offset into it."""
     found: list[tuple[int, int, str, int]] = []
     for number, param in enumerate(launch.params):
         for byte in range(0, len(param) - 7, 8):
@@ -100,12 +101,12 @@ class Carried:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
     def call(self, name: str, built: Built, program: Program | HostProgram) -> str:
-        """Keep the launches and inputs of `program` on a case, once by `name`."""
+        """Keeps the launches and inputs of `program` on a case, once by `name`."""
         if name in self.calls:
             return name
         machine, outputs = noted(built, program)
         buffers = list(machine.memory.buffers)
-        # An input that has a scratch buffer's name stays apart: names are those of the program.
+        # An input with a scratch buffer's name stays apart: names are the program's.
         self.calls[name] = {
             "launches": [
                 {
@@ -136,7 +137,7 @@ class Carried:
         return name
 
     def row(self, subject: Subject, built: Built, mutant: Mutant | None) -> str:
-        """Keep a mutant, or None for the program as it is; a sentence if it cannot be."""
+        """Keeps a mutant, or the unchanged program for None. Returns a sentence if it cannot."""
         program, number = built.program, len(self.rows)
         base = f"{subject.backend} {program_id(program.ptx)} {built.case.id}"
         changed = program if mutant is None else mutant.of(program)
@@ -163,7 +164,7 @@ class Carried:
         return ""
 
     def write(self) -> None:
-        """rows.json and the launcher."""
+        """Writes rows.json and the launcher."""
         (self.folder / "rows.json").write_text(json.dumps({"rows": self.rows, "calls": self.calls}))
         launcher = Path(__file__).with_name("on_device.py")
         (self.folder / "on_device.py").write_text(launcher.read_text("utf-8"), "utf-8")
@@ -176,12 +177,12 @@ def _numbered(ptx: str, entries: Sequence[str], number: int) -> str:
 
 
 def cubin(ptx: str) -> bytes:
-    """Of the first assembler that there is."""
+    """Assembles with the first assembler found."""
     return next(iter(assemblers().values()))()(ptx, TARGET).cubin
 
 
 def of_record(record: Record) -> Iterator[tuple[Subject, Built, Mutant]]:
-    """Mutants of a record whose program is still built, each with the case that killed it."""
+    """Yields mutants of a record whose program is still built, each with the case that killed it."""
     specs = load_specs(None)
     known: dict[str, tuple[Subject, Mapping[str, Mutant]] | None] = {}
     for one in record.results:
@@ -202,7 +203,7 @@ def of_record(record: Record) -> Iterator[tuple[Subject, Built, Mutant]]:
 
 
 def of_silicon(fate: str) -> Iterator[tuple[Subject, Built, Mutant]]:
-    """Mutants of the record of an H200 with this fate whose program is still built, each with the case it ran on."""
+    """Yields mutants of an H200's record with this fate whose program is still built, each with the case it ran on."""
     specs = load_specs(None)
     bases: dict[str, list[str]] = {}
     for one in read():
@@ -216,7 +217,7 @@ def of_silicon(fate: str) -> Iterator[tuple[Subject, Built, Mutant]]:
 
 
 def built_of(specs: Mapping[str, Any], backend: str, case_id: str, text: str) -> Built | None:
-    """The program of a case, if it has this text."""
+    """Returns the program of a case, if it has this text."""
     spec = specs[case_id.partition(":")[0]]
     case = spec.parse_case(case_id)
     program = program_of(backend, TARGET, case)
@@ -224,14 +225,14 @@ def built_of(specs: Mapping[str, Any], backend: str, case_id: str, text: str) ->
 
 
 def drawn_ones(synchronisation: int, others: int, seed: int) -> Iterator[tuple[Subject, Built, Mutant]]:
-    """As `nox -s mutants -- --op nvfp4_moe --target sm_90a` draws them, each on the first case of its program."""
+    """Draws like `nox -s mutants -- --op nvfp4_moe --target sm_90a`, each on the first case of its program."""
     selection = Selection("smoke", ("nvfp4_moe",), targets=(TARGET,), executors=("vm",))
     for subject, mutant in planned(Plan(selection, synchronisation, others, seed), subjects(selection)):
         yield subject, subject.built[0], mutant
 
 
 def main(given: list[str]) -> None:
-    """See above."""
+    """Runs the command line; see the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--record", type=Path, default=RECORD)

@@ -1,4 +1,4 @@
-"""What a call of the tool does: run mutants of programs, or write a table of them."""
+"""Calls of the tool: run mutants of programs, or write a table of them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from megamoe.spec.selection import Selection, SelectionError
 
 
 def perform(options: argparse.Namespace, given: Sequence[str]) -> int:
-    """The exit status of a call: as `__main__.main` says."""
+    """Runs a call and returns its exit status, as `__main__.main` documents it."""
     try:
         if options.table:
             return _table(Record(*_records(options, RECORD)))
@@ -77,7 +77,7 @@ def perform(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _records(options: argparse.Namespace, default: Path) -> list[Path]:
-    """The files of `--record`, or `default`; of somebody's own backend always the one that its campaigns write."""
+    """The files of `--record`, or `default`; for a user's backend always the file that its campaigns write."""
     own = any(":" in name for name in options.backend or ())
     return options.record or [RUNS if own else default]
 
@@ -136,13 +136,13 @@ def _campaign(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def blamed(survivor: Outcome, known: Sequence[Reason]) -> bool:
-    """Whether nothing excuses a survivor. Reasons why a check is missing are those of our own backends."""
+    """Whether nothing excuses a survivor. Reasons about missing checks excuse only our own backends."""
     why = reason_of(survivor, known)
     return why is None or (theirs(survivor) and why.verdict == "hole")
 
 
 def told_of(one: Outcome, known: Sequence[Reason]) -> str:
-    """What became of a mutant, and of a survivor what `known` says about it."""
+    """A line about a mutant's outcome; for a survivor, with the reason in `known`."""
     change = f"{one.id} `{one.before}` -> `{one.after}`, {one.runs} runs, {one.seconds:.1f} s"
     if one.killed:
         return f"{one.check} on {one.case}, {one.schedule}: {change}"
@@ -154,13 +154,13 @@ def told_of(one: Outcome, known: Sequence[Reason]) -> str:
 
 
 def _search(record: Record, selection: Selection, effort: Effort) -> int:
-    """For each survivor of `record` whose reason is a hole: a case that kills it, and in the end the rows to add."""
+    """For each survivor of `record` whose reason is a hole: finds a case that kills it, and prints the rows to add."""
     lived = survivors(record, reasons())
     holes = {one.id for one, _ in lived} - equivalent(lived)
     if not holes:
         raise ValueError(f"{record.path} has no survivor that is a hole, so there is nothing to search for")
     todo = [pair for pair in planned(Plan(selection, None, None), subjects(selection)) if pair[1].id in holes]
-    # A case rarely kills what orders something, so others come first.
+    # A case rarely kills a mutant of an ordering instruction, so the others come first.
     todo.sort(key=lambda pair: pair[1].kind in SYNCHRONISATION)
     if not todo:
         raise ValueError(f"none of the {len(holes)} holes of {record.path} is in a program of this selection")
@@ -181,7 +181,7 @@ def _search(record: Record, selection: Selection, effort: Effort) -> int:
 
 
 def _amended(record: Record, options: argparse.Namespace) -> int:
-    """Leaves out programs that are built no more; asks the rows of the profile smoke."""
+    """Drops programs that are built no more; runs the rows of the profile smoke."""
     if options.forget:
         remember({str(one.id): one.killed for one in record.results})
         for name in built_no_more(record):
@@ -194,7 +194,7 @@ def _amended(record: Record, options: argparse.Namespace) -> int:
 
 
 def _unmutated(record: Watch, options: argparse.Namespace, given: Sequence[str]) -> int:
-    """Programs as they are, until `record` has so many rows; status 1 if one has an error."""
+    """Runs unchanged programs until `record` has so many rows; status 1 if one has an error."""
     record.append(_call(given, options.unmutated))
     for one in watch(record, options.unmutated, options.seconds):
         fate = one.left_out or "; ".join(one.errors) or "no error"
@@ -227,7 +227,7 @@ def _no_instruction(text: str, every: Sequence[Mutant]) -> str:
 
 
 def _call(given: Sequence[str], planned: int) -> Ran:
-    """This call, which begins now."""
+    """The record line of this call, which begins now."""
     command = ["git", "rev-parse", "--short=12", "HEAD:backends/vm"]
     tree = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     return Ran(shlex.join(given), tree, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", planned)

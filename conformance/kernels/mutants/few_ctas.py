@@ -1,10 +1,9 @@
-"""A program on few persistent CTAs, each of which computes several tiles, or parts of them that it hands over.
+"""A program on few persistent CTAs, each of which computes several tiles, or parts of tiles that it hands over.
 
 A device has more SMs than a small case has tiles, so in rows of a matrix hardly any CTA of a grouped GEMM, or of
-CuTeDSL's attention, has a second.
-The axis `sms` of a case says for how many SMs they are launched; a backend that does not read it has nothing here.
-Tests of the kernels run them so too: conformance/kernels/ptx/test_hopper_moe.py and test_moe_layer.py,
-conformance/kernels/cutedsl/test_moe.py and test_sm90_moe.py.
+CuTeDSL's attention, has a second tile. The axis `sms` of a case sets the number of SMs to launch for; a backend that
+does not read it has nothing here. Tests of the kernels run them so too: conformance/kernels/ptx/test_hopper_moe.py and
+test_moe_layer.py, conformance/kernels/cutedsl/test_moe.py and test_sm90_moe.py.
 """
 
 from __future__ import annotations
@@ -16,39 +15,40 @@ from megamoe.contract import AxisValue, Case, HostProgram, Program
 from megamoe.spec.spec import Spec
 
 COUNTS = (1, 3)
-"""CTAs. One computes all tiles, and fills a ring several times. Among three, tiles are left that CTAs of the CuTeDSL
-kernels share."""
+"""Numbers of CTAs. One computes all tiles, and fills a ring several times. Three leave tiles over, which CTAs of the
+CuTeDSL kernels share."""
 SIZES = ((384, 384), (768, 384), (768, 768))
 """Values of hidden and intermediate, cheapest first: several tiles of an expert, and three steps or more along K."""
 TOKENS = (20, 40, 72)
-"""Tokens that are tried before those of the case: they choose the width of a tile, and so the text."""
+"""Tokens to try before the case's own: they choose the width of a tile, and so the text."""
 _SHORT_L1, _SHORT_L2 = (128, 2816), (5632, 128)
 SHORT = {"l1": (_SHORT_L1,), "l2": (_SHORT_L2,), "layer": (_SHORT_L1, _SHORT_L2)}
-"""By stage, of those with a grouped GEMM, hidden and intermediate for one step along K and 5632 weight rows.
-Where a tile has several steps, a stage of the ring that a warp gives back without the others is covered by the stage
-before it. So each must be the first of a tile, and be filled again: raw PTX has 5 stages for tiles of 256 weight rows
-and 9 for tiles of 128, CuTeDSL 11 for tiles of 256."""
+"""By stage with a grouped GEMM: hidden and intermediate for one step along K and 5632 weight rows. In a tile of several
+steps, the stage before it covers for a ring stage that a warp gives back without the others. So each stage must be the
+first of a tile, and be filled again: raw PTX has 5 stages for tiles of 256 weight rows and 9 for tiles of 128, CuTeDSL
+11 for tiles of 256."""
 ALONE = (3, 10, 20, 72)
-"""Tokens of the one expert of SHORT that are tried, beside those that an expert of the case has."""
+"""Tokens to try for the one expert of SHORT, beside those that an expert of the case has."""
 MANY = 128
-"""Tokens of which the first of SIZES has several tiles a CTA, and SHORT takes ten seconds and more."""
+"""Tokens from which on the first of SIZES has several tiles a CTA, and SHORT takes ten seconds and more."""
 SEQUENCES, KEYS = 4, {64: 500, 128: 400, 256: 300, 512: 200}
 """Sequences and, by head dimension, their keys, with which CuTeDSL's attention on one CTA fills its rings twice."""
 RAGGED_KV_HEADS = 6
-"""At least, of sequences of their own lengths. Two of these on one CTA are twelve work items, which fill each of two
-stages of Q six times: an mbarrier that counts one of eight arrivals too few covers a whole warpgroup after four."""
+"""Least number of KV heads for ragged sequences. Two sequences on one CTA are then twelve work items, which fill each
+of the two stages of Q six times: an mbarrier that counts one of eight arrivals too few covers a whole warpgroup after
+four."""
 
 Sized = tuple[Case, Program | HostProgram]
 Build = Callable[[Case], Program | HostProgram | None]
-"""Of a backend and a target; None for a case without a program."""
+"""Builds a case for a backend and a target; None if the case has no program."""
 
 
 def on_few_ctas(build: Build, spec: Spec, case: Case, text: str) -> dict[int, list[Sized]]:
-    """Programs by their CTAs, of cases like `case` that build `text`; none where there is no such case.
+    """Returns programs by number of CTAs, for cases like `case` that build `text`; empty if there is no such case.
 
-    A grouped GEMM: skewed if that builds `text`, of the first of TOKENS and SIZES that do, and on one CTA of SHORT too.
-    Attention: SEQUENCES of KEYS on one CTA, or the sequences of the case if they have their own lengths, with
-    RAGGED_KV_HEADS or more.
+    A grouped GEMM: skewed if that builds `text`, with the first of TOKENS and SIZES that do, and on one CTA also SHORT.
+    Attention: SEQUENCES of KEYS on one CTA, or the case's own sequences if they are ragged, with RAGGED_KV_HEADS or
+    more.
     """
     if case.op == "fmha":
         return _attention(build, spec, case, text)
@@ -69,7 +69,7 @@ def on_few_ctas(build: Build, spec: Spec, case: Case, text: str) -> dict[int, li
         return next((one for case in lone if (one := _on(build, spec, case, 1, text)) is not None), None)
 
     def narrow(size: tuple[int, int], tokens: int) -> Sized | None:
-        """One token to an expert: of the tiles that a text is made for, the narrowest, and several of it on the CTA."""
+        """One token an expert: the narrowest of the tiles that a text is made for, several of them on the CTA."""
         sized = spec.vary(
             case, hidden=size[0], intermediate=128, num_experts=2, topk=1, load="one_token", tokens=tokens
         )
@@ -88,7 +88,7 @@ def on_few_ctas(build: Build, spec: Spec, case: Case, text: str) -> dict[int, li
 
 
 def _attention(build: Build, spec: Spec, case: Case, text: str) -> dict[int, list[Sized]]:
-    # Sequences of their own lengths have as many keys as their totals say.
+    # Ragged sequences have as many keys as their totals say.
     if case["ragged"]:
         kv_heads = max(case.int("kv_heads"), RAGGED_KV_HEADS if case["kv"] == "apart" else 1)
         sized = spec.vary(case, heads=case.int("heads") // case.int("kv_heads") * kv_heads, kv_heads=kv_heads)
@@ -99,7 +99,7 @@ def _attention(build: Build, spec: Spec, case: Case, text: str) -> dict[int, lis
 
 
 def _on(build: Build, spec: Spec, case: Case, count: int, text: str) -> Sized | None:
-    """`case` for so many SMs; None where that is another text, or changes nothing."""
+    """`case` for `count` SMs; None if that builds another text, or the same program."""
     few = spec.vary(case, sms=count)
     program = build(few)
     if program is None or program.ptx != text or program == build(case):

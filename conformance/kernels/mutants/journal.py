@@ -1,4 +1,4 @@
-"""What long runs leave line by line: JSON, one line a call of the tool and one a result."""
+"""Records of long runs, line by line: JSON, one line for each call of the tool and for each result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megamoe.records.lines import RecordError
 
 
 class Result(Protocol):
-    """A dataclass of what JSON holds, with tuples for lists. `id`: of results with one id the last counts."""
+    """A dataclass of JSON values, with tuples for lists. `id`: the last of several results with the same id counts."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -38,12 +38,13 @@ class Ran:
 class Journal(Generic[Kept]):
     """Results by their ids, and the calls that made them.
 
-    A torn last line, as a kill leaves it, counts for nothing, and the next line is written over it. From its first
-    line on a process keeps the others out of its file.
+    A torn last line, as a kill leaves it, does not count, and the next line overwrites it. From its first line on, a
+    process keeps others from writing its file.
     """
 
     def __init__(self, kind: type[Kept], *paths: Path) -> None:
-        """`kind`: of the results. `paths`: files of shards; the first is written to. ValueError for another file."""
+        """`kind`: class of the results. `paths`: files of shards; the first is written to. ValueError for another
+        file."""
         self.path = paths[0]
         self.calls: list[Ran] = []
         self.by_id: dict[Hashable, Kept] = {}
@@ -75,34 +76,34 @@ class Journal(Generic[Kept]):
 
     @property
     def results(self) -> list[Kept]:
-        """One of each id."""
+        """One result of each id."""
         return list(self.by_id.values())
 
     def append(self, line: Kept | Ran) -> None:
-        """Write one more line. RecordError if another process writes the file, or has written it since it was read."""
+        """Appends a line. RecordError if another process writes the file, or has written it since it was read."""
         os.write(self._own(), _text(line).encode())
         self._keep(line)
 
     def leave_out(self, ids: Collection[Hashable]) -> None:
-        """Write the file anew without the results of these ids. RecordError as of `append`."""
+        """Rewrites the file without the results of these ids. RecordError as in `append`."""
         before = self._own()
         self.by_id = {name: one for name, one in self.by_id.items() if name not in ids}
         write_file(self.path, "".join(map(_text, (*self.calls, *self.by_id.values()))), "the lines of")
         self._read_size = self._whole_size = self.path.stat().st_size
         self._descriptor = None
-        # It is another file now, and the lock of the old one keeps nobody out of it.
+        # The file is new, and the lock on the old one does not protect it.
         self._own()
         os.close(before)
 
     def close(self) -> None:
-        """Let others write."""
+        """Lets others write."""
         if self._descriptor is not None:
             self._read_size = self._whole_size = os.fstat(self._descriptor).st_size
             os.close(self._descriptor)
             self._descriptor = None
 
     def _own(self) -> int:
-        """The open file, which no other process writes any more, behind its last whole line."""
+        """Returns the open file, locked against other writers, positioned after its last whole line."""
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             opened = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,4 +1,5 @@
-"""Mutants of a program: its PTX text or its launches with one thing changed, each with a name that says what.
+"""Mutants of a program: its PTX text or its launches with one thing changed, each with a name that describes the
+change.
 
 The transformations know PTX, not kernels: they apply to any backend's text. A text is changed in place and keeps its
 lines, so that a finding names the line of the program as it was built.
@@ -15,7 +16,7 @@ from typing import TypeVar
 from megamoe.contract import AnyProgram, BufferArg, HostProgram, Launch, Program, ScalarArg, TensorMapArg
 
 SYNCHRONISATION = ("drop", "move", "weaken", "widen", "parity", "count", "bytes")
-"""Classes of mutants of an instruction that synchronises."""
+"""Classes of mutants of synchronising instructions."""
 
 _INSTRUCTION = re.compile(
     r"(?:^|(?<=[;{]))[ \t]*(?P<guard>@!?[%\w$]+\s+)?(?P<opcode>[a-z]\w*(?:(?:::|\.)\w+)*)(?P<operands>\s[^;]*?)?\s*;",
@@ -36,13 +37,13 @@ _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?")
 _FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})")
 _REGISTER = re.compile(r"%[\w$]+")
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-"""Of PTX."""
+"""A comment of PTX."""
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction of a text: characters `begin` .. `end - 1`, the semicolon included. `line` counts from 1."""
+    """One instruction of a text: characters `begin` .. `end - 1`, including the semicolon. `line` counts from 1."""
 
     begin: int
     end: int
@@ -55,17 +56,17 @@ class Instruction:
     def spelled(
         self, opcode: str | None = None, operands: Sequence[str] | None = None, guard: str | None = None
     ) -> str:
-        """Its text with some parts replaced."""
+        """Returns its text with some parts replaced."""
         of = ", ".join(self.operands if operands is None else operands)
         head = f"{self.guard if guard is None else guard}{opcode or self.opcode}"
         return f"{head} {of};" if of else f"{head};"
 
     def with_operand(self, index: int, text: str) -> str:
-        """Its text with another operand at `index`."""
+        """Returns its text with another operand at `index`."""
         return self.spelled(operands=[*self.operands[:index], text, *self.operands[index + 1 :]])
 
     def between(self, before: str, after: str) -> str:
-        """Its text between two instructions under the same guard: a register is changed and changed back."""
+        """Returns its text between two instructions under the same guard: a register is changed and changed back."""
         return f"{self.guard}{before}; {self.spelled()} {self.guard}{after};"
 
     @property
@@ -76,7 +77,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Characters `begin` .. `end - 1` of a text become `text`."""
+    """Replaces characters `begin` .. `end - 1` of a text by `text`."""
 
     begin: int
     end: int
@@ -100,7 +101,7 @@ class LaunchEdit:
     change: int | float | str
 
     def of(self, program: Program) -> Program:
-        """`program` with the change."""
+        """Returns `program` with the change."""
         launches = list(program.launches)
         launch = launches[self.launch]
         if self.arg is None:
@@ -138,7 +139,7 @@ class Mutant:
     launch: LaunchEdit | None = None
 
     def of(self, program: AnyProgram) -> Program | HostProgram:
-        """`program`, from whose text this mutant was made (launches may differ), with the change."""
+        """Returns `program` with the change. The mutant must come from its text; the launches may differ."""
         if not isinstance(program, (Program, HostProgram)):
             raise TypeError(f"a {type(program).__name__} has no PTX to change")
         if self.launch is not None:
@@ -148,7 +149,7 @@ class Mutant:
         return replace(program, ptx=self.text_of(program.ptx))
 
     def text_of(self, ptx: str) -> str:
-        """The text that this mutant was made from, with its edits and as many lines."""
+        """Applies the edits to the text that this mutant was made from, and keeps the number of lines."""
         for edit in sorted(self.edits, key=lambda one: -one.begin):
             lines = "\n" * ptx.count("\n", edit.begin, edit.end)
             ptx = f"{ptx[: edit.begin]}{edit.text}{lines}{ptx[edit.end :]}"
@@ -156,7 +157,7 @@ class Mutant:
 
 
 def program_id(ptx: str) -> str:
-    """The first digits of the SHA-256 of a text, with which ids of its mutants begin."""
+    """The first digits of the SHA-256 of a text; ids of its mutants begin with them."""
     return hashlib.sha256(ptx.encode()).hexdigest()[:12]
 
 
@@ -194,7 +195,7 @@ def _operands(text: str) -> Iterator[str]:
 
 
 def mutants(program: Program | HostProgram) -> Iterator[Mutant]:
-    """All mutants of a program, in the order of its text, then of its launches. Texts that are the same come once."""
+    """Yields all mutants of a program, in the order of its text, then of its launches. Equal texts come once."""
     whole, ptx = program_id(program.ptx), program.ptx
     code = instructions(ptx)
     launched = {launch.entry for launch in program.launches} if isinstance(program, Program) else None
@@ -229,7 +230,7 @@ def _is_wait(one: Instruction) -> bool:
 def _drop(one: Instruction) -> Iterator[str]:
     if not one.synchronises:
         return
-    # The loop around a wait, or what reads its answer, stays: the wait is over at once.
+    # The loop around a wait, or the reader of its answer, stays: the wait is over at once.
     yield f"{one.guard}setp.eq.u32 {one.operands[0]}, 0, 0;" if _is_wait(one) else ""
 
 
@@ -322,7 +323,7 @@ def _instruction_descriptor(one: Instruction) -> Iterator[str]:
     else:
         return
     for index, text in enumerate(one.operands[3:], 3):
-        # Whether D is added to: a predicate, by its use alone.
+        # Whether D is added to: a predicate, recognised by its use alone.
         if _REGISTER.fullmatch(text) and (one.opcode.startswith("wgmma") or index == len(one.operands) - 1 > 3):
             yield one.between(f"not.pred {text}, {text}", f"not.pred {text}, {text}")
 
@@ -352,7 +353,7 @@ def _immediate(one: Instruction) -> Iterator[str]:
         if _INTEGER.fullmatch(text):
             yield one.with_operand(index, str(_integer(text) + 1))
         elif (found := _FLOAT.fullmatch(text)) is not None:
-            # 1/64 of the value more; a zero or an infinity becomes another number.
+            # 1/64 more of the value; a zero or an infinity becomes another number.
             yield one.with_operand(index, f"0f{(int(found[1], 16) + (1 << 17)) & 0xFFFFFFFF:08X}")
 
 
@@ -459,7 +460,7 @@ def _integer(text: str) -> int:
 
 
 def _nudged(one: Instruction, index: int, steps: Sequence[int], dtype: str) -> Iterator[str]:
-    """One operand, an integer or a register, greater by each of `steps`."""
+    """One operand, an integer or a register, increased by each of `steps`."""
     text = one.operands[index]
     for step in steps:
         if _INTEGER.fullmatch(text):
@@ -491,7 +492,7 @@ def _shifted(one: Instruction, index: int, steps: Sequence[int]) -> Iterator[str
 
 
 def _moves(ptx: str, code: Sequence[Instruction], at: int) -> Iterator[tuple[Edit, ...]]:
-    """A synchronisation behind the next access to memory of its block, or before the one before it."""
+    """Moves a synchronisation behind the next memory access of its block, or before the previous one."""
     one = code[at]
     if _is_wait(one):
         yield from _moved_wait(ptx, code, at)
@@ -504,7 +505,7 @@ def _moves(ptx: str, code: Sequence[Instruction], at: int) -> Iterator[tuple[Edi
 
 
 def _moved_wait(ptx: str, code: Sequence[Instruction], at: int) -> Iterator[tuple[Edit, ...]]:
-    """`$again: wait; @!done bra $again;` behind the next access. A wait that is spelled otherwise does not move."""
+    """Moves `$again: wait; @!done bra $again;` behind the next access. A wait in another form does not move."""
     one = code[at]
     label = re.search(r"([$\w]+):\s*$", ptx[: one.begin])
     if label is None or at + 1 == len(code):
@@ -521,7 +522,7 @@ def _moved_wait(ptx: str, code: Sequence[Instruction], at: int) -> Iterator[tupl
 def _neighbour(ptx: str, code: Sequence[Instruction], at: int, step: int) -> Instruction | None:
     """The next access to memory in the direction `step`, if no label, branch or write to an operand is in between.
 
-    What is spelled as the instruction itself does not count: two of a kind in a row have no order.
+    An instruction with the same text does not count: two of a kind in a row have no order.
     """
     one = code[at]
     read = set(_REGISTER.findall(" ".join((one.guard, *one.operands))))

@@ -1,11 +1,11 @@
-"""Asks an H200 what mutants of sm_90a programs do there, and what compute-sanitizer says of each.
+"""Runs mutants of sm_90a programs on an H200, alone and under compute-sanitizer.
 
-`python -m conformance.kernels.mutants.carried FOLDER` writes what travels, this file included. On the device machine
+`python -m conformance.kernels.mutants.carried FOLDER` writes what travels, including this file. On the device machine
 `python3 FOLDER/on_device.py FOLDER OUT SECONDS [PROCESSES]` runs each mutant on the row that FOLDER names, RUNS times
-alone and once under each of TOOLS, and writes OUT/mutants.json: a list of answers. Where FOLDER has `alone.json`, the
-answers of an earlier call, mutants do not run alone again. It needs the driver and compute-sanitizer alone. Entries are
-called NAME_mNUMBER, so that a line of compute-sanitizer names the mutant it is about. A mutant that hangs or faults
-ends its process, as the driver has no way back from that; another goes on behind.
+alone and once under each of TOOLS, and writes OUT/mutants.json: a list of answers. If FOLDER has `alone.json`, the
+answers of an earlier call, mutants do not run alone again. It needs only the driver and compute-sanitizer. Entries are
+called NAME_mNUMBER, so that a line of compute-sanitizer names its mutant. A mutant that hangs or faults ends its
+process, because the driver cannot recover from that; another process goes on with the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from threading import Lock, Thread
 from typing import Any
 
 DEADLOCK = "racecheck, deadlocks"
-"""Racecheck as it looks for waits without end, which it does if it is asked."""
+"""Racecheck with its option that looks for endless waits."""
 TOOLS = {
     "memcheck": ("--tool", "memcheck"),
     "racecheck": ("--tool", "racecheck"),
@@ -35,16 +35,17 @@ TOOLS = {
     DEADLOCK: ("--tool", "racecheck", "--racecheck-deadlock-timeout", "1000"),
 }
 ALONE = "alone"
-"""In the place of a tool: no tool."""
+"""Stands for a tool: no tool."""
 RUNS = 20
 """Launches of a mutant without a tool."""
 PATIENCE = {ALONE: 1.0, "synccheck": 3.0, DEADLOCK: 4.0}
 """Seconds that a launch may take, by tool; a launch of these rows takes less than a millisecond."""
 TOOL_PATIENCE = 5.0
 START = 5.0
-"""Seconds more until a process has said something."""
+"""Additional seconds before a process must have written something."""
 LAST_WORDS = 2.5
-"""Seconds that a process may live after it has said that a launch hangs: with the tool's reports, if it has one."""
+"""Seconds until a process is killed after it has reported a hanging launch; with a tool, it writes its reports
+meanwhile."""
 CHUNK = 8
 """Mutants that a process is given at once."""
 TOOL_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
@@ -52,7 +53,7 @@ REPORT_LENGTH = 700
 
 
 class Fault(Exception):
-    """What the driver says of a call."""
+    """An error that the driver returned from a call."""
 
 
 class _Attribute(ctypes.Structure):
@@ -75,14 +76,14 @@ class _Config(ctypes.Structure):
 
 
 CLUSTER, SERIALIZATION = 4, 6
-"""CUlaunchAttributeID: the size of a cluster; that a launch may begin before the one before it ends."""
+"""CUlaunchAttributeID: the size of a cluster; permission for a launch to begin before the previous one ends."""
 MAX_DYNAMIC_SMEM, LARGE_CLUSTER = 8, 14
 """CUfunction_attribute."""
 NOT_READY = 600
 
 
 class Device:
-    """The driver, through ctypes, as one process of compute-sanitizer has it."""
+    """The driver, through ctypes, inside one process of compute-sanitizer."""
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
@@ -94,38 +95,38 @@ class Device:
         self.checked(self.driver.cuCtxSetCurrent(context))
 
     def checked(self, code: int) -> None:
-        """Fault with the driver's name of an error."""
+        """Raises Fault with the driver's name of an error."""
         if code:
             name = ctypes.c_char_p()
             self.driver.cuGetErrorName(code, ctypes.byref(name))
             raise Fault((name.value or b"an unknown error").decode())
 
     def memory(self, size: int) -> int:
-        """The address of `size` bytes that nobody has written."""
+        """Allocates `size` bytes, uninitialised, and returns their address."""
         place = ctypes.c_uint64()
         self.checked(self.driver.cuMemAlloc_v2(ctypes.byref(place), ctypes.c_size_t(max(size, 1))))
         return place.value
 
     def free(self, address: int) -> None:
-        """Give memory back."""
+        """Frees memory."""
         self.checked(self.driver.cuMemFree_v2(ctypes.c_uint64(address)))
 
     def put(self, address: int, data: bytes) -> None:
-        """Copy `data` there."""
+        """Copies `data` there."""
         self.checked(self.driver.cuMemcpyHtoD_v2(ctypes.c_uint64(address), data, ctypes.c_size_t(len(data))))
 
     def fill(self, address: int, size: int) -> None:
-        """Write 0xFF there."""
+        """Fills it with 0xFF."""
         self.checked(self.driver.cuMemsetD8_v2(ctypes.c_uint64(address), 0xFF, ctypes.c_size_t(size)))
 
     def bits(self, address: int, size: int) -> bytes:
-        """What is there."""
+        """Reads the bytes there."""
         room = ctypes.create_string_buffer(max(size, 1))
         self.checked(self.driver.cuMemcpyDtoH_v2(room, ctypes.c_uint64(address), ctypes.c_size_t(size)))
         return room.raw[:size]
 
     def launch(self, module: ctypes.c_void_p, entry: str, launch: dict[str, Any], params: list[bytes]) -> None:
-        """Enqueue one launch."""
+        """Enqueues one launch."""
         function = ctypes.c_void_p()
         self.checked(self.driver.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()))
         x, y, z = launch["cluster"]
@@ -172,22 +173,22 @@ def placed(launch: dict[str, Any], addresses: dict[str, int]) -> list[bytes]:
 
 
 class Told:
-    """What a process says of its mutants: a line when one begins, a line when it ends."""
+    """Output of a process about its mutants: one line when a mutant begins, one when it ends."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("a", buffering=1)
 
     def begins(self, number: int) -> None:
-        """Say so."""
+        """Writes that a mutant begins."""
         self.file.write(f"{number}\n")
 
     def ends(self, number: int, status: str, **more: object) -> None:
-        """Say how."""
+        """Writes how a mutant ended."""
         self.file.write(json.dumps({"number": number, "status": status, **more}) + "\n")
 
 
 def run(folder: Path, out: Path, tool: str, told: Told, numbers: list[int]) -> None:
-    """Mutants one after the other, in this process, until one hangs or faults."""
+    """Runs mutants one after the other, in this process, until one hangs or faults."""
     held = json.loads((folder / "rows.json").read_text())
     known = json.loads((out / "known.json").read_text()) if (out / "known.json").exists() else {}
     told.begins(numbers[0])
@@ -217,7 +218,7 @@ def _one(
     sums: list[str] = []
     for _ in range(row["runs"] if tool == ALONE else 1):
         for name, size, file in call["buffers"]:
-            # initcheck takes what the host wrote for initialised.
+            # initcheck counts bytes written by the host as initialised.
             bare = tool == "initcheck" and (file is None or name in call["outputs"])
             if file is not None and not bare:
                 device.put(addresses[name], (folder / "bytes" / file).read_bytes())
@@ -242,7 +243,7 @@ Job = tuple[str, list[int]]
 
 
 class Stage:
-    """Jobs, each a process, some side by side, until none is left or time is up."""
+    """Jobs, each a process, several in parallel, until none is left or time is up."""
 
     def __init__(self, folder: Path, out: Path, deadline: float, processes: int) -> None:
         self.folder, self.out, self.deadline, self.processes = folder, out, deadline, processes
@@ -252,13 +253,13 @@ class Stage:
         self.count = 0
 
     def keep(self) -> None:
-        """Write what is known so far: a machine that is taken back loses what runs, and no more."""
+        """Writes the results so far: a machine that is taken back loses only the running jobs."""
         whole, part = self.out / "mutants.json", self.out / "mutants.part"
         part.write_text(json.dumps(list(self.answers.values())))
         part.replace(whole)
 
     def perform(self, processes: int | None = None) -> None:
-        """Until all is done, by so many processes side by side if not by all."""
+        """Runs all jobs, in `processes` parallel processes if given."""
         threads = [Thread(target=self._work) for _ in range(processes or self.processes)]
         for one in threads:
             one.start()
@@ -266,7 +267,7 @@ class Stage:
             one.join()
 
     def ask_alone(self, numbers: list[int]) -> None:
-        """Ask once more what hung, one mutant at a time: beside a launch that hangs, another may seem to."""
+        """Repeats mutants that hung, one at a time: beside a launch that hangs, another may seem to."""
         for one in numbers:
             if self.answers.get((ALONE, one), {}).get("status") == "hang":
                 del self.answers[ALONE, one]
@@ -297,11 +298,11 @@ class Stage:
             last_words = LAST_WORDS if tool != ALONE else 0.0
             stalled = self._watched(child, told, PATIENCE.get(tool, TOOL_PATIENCE) + START, last_words)
         found = self._read(tool, told, log, stalled=stalled, seconds=round(time.monotonic() - begun, 2))
-        # A process that says nothing of its first mutant would be started for ever.
+        # A process that never reports its first mutant would be restarted for ever.
         return found or {numbers[0]}
 
     def _watched(self, child: subprocess.Popen[bytes], told: Path, patience: float, last_words: float) -> bool:
-        """Whether it had to be killed, because it said nothing for longer than a start and a launch take."""
+        """Whether the process had to be killed: it wrote nothing for longer than a start and a launch take."""
         size, since, hung = -1, time.monotonic(), False
         while child.poll() is None:
             time.sleep(0.01)
@@ -337,7 +338,7 @@ class Stage:
 
 
 def reports(log: str) -> dict[int, tuple[dict[str, int], str]]:
-    """What compute-sanitizer says by number of the mutant: how often each kind of report, and the first in full."""
+    """Reports of compute-sanitizer by number of the mutant: how often each kind, and the first report in full."""
     found: dict[int, tuple[dict[str, int], str]] = {}
     for block in re.split(r"^========= (?=\S)", log, flags=re.MULTILINE)[1:]:
         number = re.search(r"_m(\d{4})\b", block)
@@ -350,14 +351,14 @@ def reports(log: str) -> dict[int, tuple[dict[str, int], str]]:
 
 
 def kind_of(head: str) -> str:
-    """The first line of a report without what differs from run to run: names, addresses, numbers."""
+    """The first line of a report without the parts that differ from run to run: names, addresses, numbers."""
     text = re.sub(r"\bat [\w$:<>()~, *&]+?(?=\+0x| and| \[|$)", "at KERNEL", head)
     text = re.sub(r"0x[0-9a-f]+|\d+", "N", text)
     return text.strip()[:160]
 
 
 def sanitizer(tool: str) -> list[str]:
-    """The command that a process runs under."""
+    """The command prefix that runs a process under a tool."""
     places = [shutil.which("compute-sanitizer"), *(f"{folder}/compute-sanitizer" for folder in TOOL_FOLDERS)]
     found = next((one for one in places if one and Path(one).exists()), "compute-sanitizer")
     limits = ("--print-limit", "20000", "--show-backtrace", "no", "--target-processes", "application-only")
@@ -365,7 +366,7 @@ def sanitizer(tool: str) -> list[str]:
 
 
 def main(folder: Path, out: Path, seconds: float, processes: int) -> None:
-    """See above."""
+    """Runs the command line; see the module."""
     begun = time.monotonic()
     (out / "raw").mkdir(parents=True, exist_ok=True)
     rows = json.loads((folder / "rows.json").read_text())["rows"]
@@ -398,13 +399,13 @@ def main(folder: Path, out: Path, seconds: float, processes: int) -> None:
 
 
 def drawn(rows: list[dict[str, Any]]) -> list[int]:
-    """Mutants, those of synchronisation first, else by lot: if time runs out, what ran is a sample of all."""
+    """Orders mutants: synchronisation first, else at random. If time runs out, the part that ran is a sample of all."""
     lots = {row["number"]: lot(row["id"]) for row in rows if row["id"]}
     return sorted(lots, key=lambda one: (not rows[one]["orders"], lots[one]))
 
 
 def parts(rows: list[dict[str, Any]], others: list[int]) -> dict[str, list[int]]:
-    """Mutants in two parts, that one which takes seconds each last: a launch that hangs holds the device."""
+    """Splits mutants into two parts. Those that take seconds each come last: a launch that hangs holds the device."""
     return {
         "the others": [one for one in others if not rows[one].get("stuck")],
         "what deadlocks in the VM": [one for one in others if rows[one].get("stuck")],
@@ -412,14 +413,14 @@ def parts(rows: list[dict[str, Any]], others: list[int]) -> dict[str, list[int]]
 
 
 def lot(name: str) -> str:
-    """What the order of mutants, by their ids, is drawn by."""
+    """The random order of mutants, by their ids."""
     return hashlib.sha256(name.encode()).hexdigest()
 
 
 def under_tools(
     bases: list[int], others: list[int], fates: dict[int, str | None]
 ) -> dict[str, list[tuple[str, list[int]]]]:
-    """Jobs by stage. Mutants that do not end by themselves are last, as a process of theirs takes the longest."""
+    """Jobs by stage. Mutants that do not end by themselves come last, because their processes take the longest."""
     asked = [tool for tool in TOOLS if tool != DEADLOCK]
     ending = [one for one in others if fates[one] in ("right", "wrong")]
     faulty = [one for one in others if fates[one] == "fault"]

@@ -1,4 +1,4 @@
-"""The options of the tool. They are read before anything that takes a second to import."""
+"""The options of the tool, parsed before anything that takes a second to import."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 ABOUT = "Run mutants of programs, or write a table of them. A call that is repeated goes on where the record ends."
 RUNS = Path("results/runs/mutants.jsonl")
-"""Where a campaign writes, unless `--record` says another file."""
+"""Where a campaign writes without `--record`."""
 
 
 def parsed(given: list[str]) -> argparse.Namespace:
-    """SystemExit with status 2 for what is no option."""
+    """Parses the options. SystemExit with status 2 for an unknown option."""
     parser = argparse.ArgumentParser(prog="nox -s mutants --", description=ABOUT)
     parser.add_argument("--profile", default="smoke", help="the cases: a profile of the specs")
     for name in ("op", "case", "where", "backend", "target", "schedule"):

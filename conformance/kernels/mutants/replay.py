@@ -1,8 +1,8 @@
-"""The kernel that a mutant changes, run alone: what the other launches of its program do is played back.
+"""Runs only the kernel that a mutant changes, and plays the other launches of its program back.
 
-Launches before the first one of that kernel leave what those of the program itself leave. So do those behind it, if it
-has left the program's own bytes, each defined where it is there. Launches that may overlap (programmatic dependent
-launch) count as one: `Tape.groups`.
+Launches before the first one of that kernel leave the bytes of the unchanged program. So do later launches, if the
+kernel has left the program's own bytes and each is defined where it is there. Launches that may overlap (programmatic
+dependent launch) count as one: `Tape.groups`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """What a buffer that may be written held: its bytes, which of them are defined, where the undefined come from."""
+    """Contents of a writable buffer: its bytes, which of them are defined, and the origins of the undefined ones."""
 
     name: str
     data: Bytes
@@ -44,7 +44,7 @@ class Kept:
 
     @classmethod
     def of(cls, buffer: Buffer) -> Kept:
-        """A copy of what `buffer` holds now."""
+        """Copies the current contents of `buffer`."""
         state = None if buffer.state is None else buffer.state.copy()
         return cls(buffer.name, buffer.data.copy(), state, dict(buffer.sources.by_unit))
 
@@ -57,7 +57,7 @@ class Kept:
         return np.array_equal(self.state, buffer.state)
 
     def put_into(self, buffer: Buffer) -> None:
-        """`buffer` holds this."""
+        """Writes these contents to `buffer`."""
         buffer.data[:] = self.data
         buffer.state = None if self.state is None else self.state.copy()
         buffer.sources.by_unit = dict(self.origins)
@@ -65,7 +65,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The end of a launch of the program itself: what memory held, what was counted, whose turn it was."""
+    """The end of a launch of the unchanged program: memory, counters, and the state of the schedule."""
 
     entry: str
     dependent: bool
@@ -82,7 +82,7 @@ class Tape:
 
     @property
     def groups(self) -> list[int]:
-        """Of each launch the number of its group: one that may overlap the launch before it is in the same."""
+        """The group number of each launch. A launch that may overlap the one before it is in the same group."""
         return list(accumulate(int(not mark.dependent) for mark in self.marks))
 
 
@@ -94,7 +94,7 @@ class Recording(Machine):
         self._tape = tape
 
     def perform(self, asked: LaunchRequest) -> None:
-        """As of Machine; and a mark is put at its end."""
+        """Performs the launch, and adds a mark at its end."""
         before, marks = Counter(self.counters), self._tape.marks
         super().perform(asked)
         known = marks[-1].kept if marks else ()
@@ -108,9 +108,10 @@ class Recording(Machine):
 
 
 class Playing(Machine):
-    """A machine that runs the launches of `entry`, as `changed` has it, and plays those of the tape that are the same.
+    """A machine that runs the launches of `entry` as `changed` builds it, and plays the tape's launches that are the
+    same.
 
-    `touched`: the groups that are run.
+    `touched`: the groups that run.
     """
 
     def __init__(self, tape: Tape, entry: str, changed: Callable[[], BoundFunction], *given: object) -> None:
@@ -123,7 +124,7 @@ class Playing(Machine):
         self._left: Mark | None = None
 
     def perform(self, asked: LaunchRequest) -> None:
-        """As of Machine, or what the tape says of this launch."""
+        """Performs the launch, or plays it from the tape."""
         name = asked.function.name
         mark = self._marks[self._at] if self._at < len(self._marks) else None
         if mark is not None and (mark.entry, mark.dependent) == (name, asked.dependent) and self._plays():
@@ -135,14 +136,14 @@ class Playing(Machine):
         super().perform(replace(asked, function=self._changed()) if name == self._entry else asked)
 
     def _plays(self) -> bool:
-        """Whether the next launch finds what it finds in the program itself, and is none of those that are changed."""
+        """Whether the next launch finds the memory of the unchanged program, and is not in a changed group."""
         group = self._groups[self._at]
         if group in self.touched or not self._in_step:
             return False
         if self._left is None and self._at and self._groups[self._at - 1] != group:
             buffers, kept = _writable(self), self._marks[self._at - 1].kept
             self._in_step = len(buffers) == len(kept) and all(map(Kept.is_in, kept, buffers))
-        # A launch that uses a variable of the module first gives it a place.
+        # The first launch that uses a variable of the module gives it a place.
         places = [(one.name, one.data.size) for one in self._marks[self._at].kept]
         self._in_step &= places == [(buffer.name, buffer.data.size) for buffer in _writable(self)]
         return self._in_step
@@ -157,7 +158,7 @@ class Playing(Machine):
             self._wind()
 
     def _wind(self) -> None:
-        """Memory and the schedule are as the last launch that was played left them."""
+        """Sets memory and the schedule to the end of the last played launch."""
         if self._left is None:
             return
         for kept, buffer in zip(self._left.kept, _writable(self), strict=True):
@@ -167,19 +168,20 @@ class Playing(Machine):
 
 
 def _writable(one: Machine) -> list[Buffer]:
-    """By name: a host program's buffers lie where the host has put them."""
+    """By name: the host chooses where a host program's buffers are."""
     return sorted((buffer for buffer in one.memory.buffers if buffer.writable), key=lambda buffer: buffer.name)
 
 
 def recorder(tape: Tape) -> machine.VmExecutor:
-    """An executor whose runs are written to `tape`."""
+    """Returns an executor that records its runs on `tape`."""
     made = machine.VmExecutor()
     made.machines = partial(Recording, tape)
     return made
 
 
 def player(tape: Tape, program: Program | HostProgram, mutant: Mutant) -> machine.VmExecutor | None:
-    """An executor that runs `program` as `mutant` has it; None where no kernel of the tape is changed alone."""
+    """Returns an executor that runs `program` with the mutant's change; None unless a single kernel of the tape
+    changes."""
     entry = entry_of(program.ptx, mutant)
     if entry is None or all(mark.entry != entry for mark in tape.marks):
         return None
@@ -190,7 +192,7 @@ def player(tape: Tape, program: Program | HostProgram, mutant: Mutant) -> machin
 
 @lru_cache(maxsize=4)
 def _changed(ptx: str, mutant: Mutant, entry: str) -> BoundFunction:
-    """`entry` of a text as `mutant` has it, among the variables and functions of the text."""
+    """Parses `entry` with the mutant's change, among the variables and functions of the text."""
     whole = load(ptx, machine.PARSED).module
     others = tuple(Edit(begin, end, "") for name, (begin, end) in bodies(ptx).items() if name != entry)
     alone = parse(replace(mutant, edits=(*mutant.edits, *others)).text_of(ptx))
@@ -202,14 +204,14 @@ def _changed(ptx: str, mutant: Mutant, entry: str) -> BoundFunction:
 
 @lru_cache(maxsize=4)
 def _relatives(ptx: str, entry: str) -> Relatives:
-    """What its mutants take over of `entry` as it is."""
+    """The parts of the unchanged `entry` that its mutants reuse."""
     whole, found = load(ptx, machine.PARSED).module, Relatives()
     bind_function(whole, whole.functions[entry], relatives=found)
     return found
 
 
 def entry_of(ptx: str, mutant: Mutant) -> str | None:
-    """The kernel that has all edits of a mutant in its body, or None."""
+    """The kernel whose body has all edits of a mutant, or None."""
     for name, (begin, end) in bodies(ptx).items():
         if mutant.edits and all(begin <= edit.begin and edit.end <= end for edit in mutant.edits):
             return name
@@ -218,7 +220,7 @@ def entry_of(ptx: str, mutant: Mutant) -> str | None:
 
 @lru_cache(maxsize=4)
 def bodies(ptx: str) -> Mapping[str, tuple[int, int]]:
-    """The places of what stands between the braces of each kernel of a text."""
+    """Returns the place of each kernel's body, between its braces."""
     text = COMMENT.sub(lambda found: " " * len(found[0]), ptx)
     braces = [(found.start(), 1 if found[0] == "{" else -1) for found in re.finditer(r"[{}]", text)]
     depths = list(accumulate(step for _, step in braces))

@@ -1,8 +1,8 @@
-"""A case that kills a mutant which lived: Hypothesis draws cases from the spec's ranges and makes the killer small.
+"""Finds a case that kills a surviving mutant: Hypothesis draws cases from the spec's ranges and shrinks the killer.
 
 A drawn case counts if it builds the mutant's text: axes that choose a kernel (those with a list of values, as `hd` and
-`stage`) stay as in the first case of the program, the others are drawn as the laws draw them. What is found belongs
-into a matrix of specs/OP.yaml.
+`stage`) stay as in the first case of the program; the others are drawn as the laws draw them. A killer belongs into a
+matrix of specs/OP.yaml.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megamoe.spec.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long a mutant is hunted: `examples` drawn cases before the first kill, `seconds` of processor time in all."""
+    """Limits for one hunt: `examples` drawn cases before the first kill, `seconds` of processor time in all."""
 
     examples: int = 40
     seconds: float = 60.0
@@ -33,8 +33,8 @@ class Effort:
 
 @dataclass(slots=True)
 class Hunt:
-    """The search for one mutant. `tried`: the cases that built its text. `others`: those that built another or none.
-    `killer`: the smallest case that killed it."""
+    """The search for one mutant. `tried`: the cases that built its text. `others`: those that built another text or
+    none. `killer`: the smallest case that killed it."""
 
     subject: Subject
     mutant: Mutant
@@ -45,8 +45,8 @@ class Hunt:
     _begun: float = field(default_factory=time.process_time)
 
     def kills(self, case: Case) -> bool:
-        """Whether `case` builds the mutant's text and a check kills the mutant on it. ValueError if the program itself
-        does not pass there: that is a find of another kind."""
+        """Whether `case` builds the mutant's text and a check kills the mutant on it. ValueError if the unchanged
+        program fails there, which is another kind of finding."""
         if case.id in self.tried:
             return self.tried[case.id].killed
         if case.id in self.others:
@@ -77,14 +77,14 @@ class Hunt:
 
     @property
     def law(self) -> Law:
-        """`matches_reference` of the cases that may build the text."""
+        """`matches_reference`, on the cases that may build the text."""
         first = self.subject.built[0].case
         pinned = {name: first[name] for name, axis in self.spec.axes.items() if axis.choices is not None}
         return replace(laws_of(self.subject.op)["matches_reference"], fixed=pinned)
 
 
 def hunt(subject: Subject, mutant: Mutant, effort: Effort, first: Sequence[Case] = ()) -> Hunt:
-    """Look for a case that kills `mutant`: those of `first`, then drawn ones, of which the smallest is kept."""
+    """Looks for a case that kills `mutant`: first the cases in `first`, then drawn ones, and keeps the smallest."""
     one = Hunt(subject, mutant, effort)
     if any(one.kills(case) for case in first):
         return one
@@ -99,7 +99,7 @@ def hunt(subject: Subject, mutant: Mutant, effort: Effort, first: Sequence[Case]
 
 
 def hunts(todo: Sequence[tuple[Subject, Mutant]], effort: Effort) -> Iterator[Hunt]:
-    """Hunt each mutant; a case that killed one is tried first on the others of its op."""
+    """Hunts each mutant. A case that killed one is tried first on the others of its op."""
     found: dict[str, list[Case]] = {}
     for subject, mutant in todo:
         known = found.setdefault(subject.op, [])
@@ -110,5 +110,5 @@ def hunts(todo: Sequence[tuple[Subject, Mutant]], effort: Effort) -> Iterator[Hu
 
 
 def as_row(case: Case) -> str:
-    """`case` as a row of a matrix in specs/OP.yaml; axes at their defaults are left out."""
+    """Writes `case` as a row of a matrix in specs/OP.yaml, without the axes at their defaults."""
     return f"- {{{case.id.partition(':')[2].replace('=', ': ').replace(',', ', ')}}}"

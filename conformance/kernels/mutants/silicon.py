@@ -1,7 +1,7 @@
-"""What an H200 and compute-sanitizer said of mutants, as a record, and as a part of results/mutants.md.
+"""Mutants on an H200 and under compute-sanitizer: their record, and their part of results/mutants.md.
 
-`python -m conformance.kernels.mutants.silicon ROWS.json MUTANTS.json` writes the record from what carried.py wrote and
-what on_device.py brought back. `.. ROWS.json MUTANTS.json --into` puts answers of tools into the record that is there,
+`python -m conformance.kernels.mutants.silicon ROWS.json MUTANTS.json` writes the record from the files of carried.py
+and on_device.py. `.. ROWS.json MUTANTS.json --into` merges answers of tools into the existing record, and
 `.. --patient` those of programs whose waits give up (`carried --hanging`).
 """
 
@@ -25,16 +25,16 @@ SILICON = ROOT / "results" / "records" / "h200-mutants.json"
 _BITS = [tool for tool in TOOLS if tool != "initcheck"]
 """Tools under which outputs are filled before a launch, so that their bits can be compared."""
 FATES = ("right", "wrong", "fault", "hang")
-"""What comes of a mutant without a tool. Wrong: the bits of a launch are not those of the program as it is."""
+"""Outcomes of a mutant without a tool. Wrong: the bits of a launch differ from the unchanged program's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A mutant on an H200, or with no `id` a program as it is. `base`: the program, with the case that it ran on.
+    """A mutant on an H200, or an unchanged program if `id` is empty. `base`: the program, with the case that it ran on.
 
-    `fate`: one of FATES. `wrong` of `launches` had other bits than the program as it is. `tools`: how often a tool made
-    each kind of report; a tool that is not there did not run, or died. `patient`: the same, once waits give up.
-    `vm`: whether the machine killed it; None where nobody asked, or the record of campaigns has it.
+    `fate`: one of FATES. `wrong` of `launches` had other bits than the unchanged program. `tools`: how often a tool
+    made each kind of report; a missing tool did not run, or crashed. `patient`: the same with waits that give up. `vm`:
+    whether the machine killed it; None if unknown, or if the record of campaigns has it.
     """
 
     id: str
@@ -54,7 +54,7 @@ class Seen:
 
 
 def seen_of(rows: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[Seen]:
-    """From the rows of rows.json and the list of mutants.json. Rows that did not run alone are left out."""
+    """Reads the rows of rows.json and the list of mutants.json. Rows that did not run alone are left out."""
     by_number = _by_number(answers)
     found: list[Seen] = []
     for row in rows:
@@ -75,7 +75,7 @@ def _by_number(answers: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Mapp
 
 
 def _told_by(asked: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """What the tools reported; nothing of one that died and has reported nothing."""
+    """Reports of the tools, without tools that crashed before reporting."""
     return {
         tool: dict(asked[tool]["reports"])
         for tool in TOOLS
@@ -86,8 +86,9 @@ def _told_by(asked: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]
 def with_tools(
     seen: Sequence[Seen], rows: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]], *, patient: bool
 ) -> list[Seen]:
-    """The record with more answers of tools. `patient`: they are of programs whose waits give up. A program as it is
-    that has other bits then was not done before its waits gave up; a tool that made it so slow has no say."""
+    """Adds answers of tools to the record. `patient`: they come from programs whose waits give up. If an unchanged
+    program has other bits then, its waits gave up before it was done: the tool made it too slow, and its answers are
+    dropped."""
     by_number = _by_number(answers)
     more: dict[tuple[str, str], dict[str, dict[str, int]]] = {}
     hasty: set[tuple[str, str]] = set()
@@ -104,12 +105,12 @@ def with_tools(
 
 
 def read(path: Path = SILICON) -> list[Seen]:
-    """The record; nothing where there is none."""
+    """Reads the record; empty if there is none."""
     return [Seen(**one) for one in json.loads(path.read_text("utf-8"))] if path.exists() else []
 
 
 def remember(killed: Mapping[str, bool], path: Path = SILICON) -> None:
-    """Keep what the machine did with mutants, by their ids: their programs are about to be forgotten."""
+    """Keeps the machine's verdict on mutants, by id, before their programs are forgotten."""
     seen = read(path)
     told = [replace(one, vm=killed.get(one.id, one.vm)) for one in seen]
     if told != seen:
@@ -117,8 +118,8 @@ def remember(killed: Mapping[str, bool], path: Path = SILICON) -> None:
 
 
 def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str], programs: Collection[str]) -> list[str]:
-    """Markdown. `killed`, `lived`: ids of mutants that the machine kills, and of those that it does not; what it did
-    with those that neither names is in `seen`. `programs`: the ids of texts that the campaigns are about today."""
+    """Markdown. `killed`, `lived`: ids of mutants that the machine kills, and of those that it does not; `seen` has the
+    verdict on all others. `programs`: the ids of the texts in today's campaigns."""
     killed = {*killed, *(one.id for one in seen if one.vm and one.id not in lived)}
     lived = {*lived, *(one.id for one in seen if one.vm is False and one.id not in killed)}
     whole = [one for one in seen if not one.id]
@@ -199,7 +200,7 @@ def _row(name: str, some: Sequence[Seen], killed: Collection[str], lived: Collec
 
 
 def _compared(mutants: Sequence[Seen], killed: Collection[str], lived: Collection[str]) -> list[str]:
-    """What one of the two knows and the other does not."""
+    """Differences between the two verdicts."""
     asked = [one for one in mutants if one.id in killed or one.id in lived]
     shows = [one for one in asked if one.fate != "right"]
     missed = [one for one in shows if one.id in lived]
@@ -227,7 +228,7 @@ def _reports(mutants: Sequence[Seen]) -> list[str]:
 
 
 def _hanging(seen: Sequence[Seen]) -> list[str]:
-    """What tools say of mutants that hang, once their waits give up."""
+    """Tools' reports on mutants that hang, once their waits give up."""
     alarmed = {(one.base, tool) for one in seen if not one.id for tool in TOOLS if one.patient.get(tool)}
     ran = {
         tool: [one for one in seen if one.id and tool in one.patient and (one.base, tool) not in alarmed]
@@ -257,7 +258,7 @@ def _write(seen: Sequence[Seen], path: Path) -> None:
 
 
 def main(given: Sequence[str]) -> None:
-    """See above."""
+    """Runs the command line; see the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path)
     parser.add_argument("answers", type=Path)

@@ -1,7 +1,7 @@
-"""Which mutants the profile smoke kills: its rows as they are judged, and no other case, schedule or collector.
+"""Which mutants the profile smoke kills: its rows as they are judged, with no other case, schedule or collector.
 
-A campaign stops at the first check that kills. Where that was a row of smoke, the answer is there. Others run on the
-rows of smoke that build their program; of a program that smoke does not build, no mutant dies by smoke.
+A campaign stops at the first check that kills. If that was a row of smoke, the answer is known. Other mutants run on
+the rows of smoke that build their program; if smoke does not build a program, it kills none of its mutants.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ def rows() -> frozenset[tuple[str, str]]:
 
 
 def check_of(one: Outcome) -> str | None:
-    """The check of smoke that kills a mutant, "" for none, None where nobody has asked."""
+    """The check of smoke that kills a mutant, "" for none, None if smoke was not run."""
     if one.killed and (one.case, one.schedule) in rows():
         return one.check
     return one.smoke
 
 
 def killer(subject: Subject, mutant: Mutant) -> str:
-    """The check of a row of smoke that kills `mutant`, the smallest case first; "" for none. `subject`: of SMOKE."""
+    """Returns the check of the smoke row that kills `mutant`, the smallest case first; "" for none. `subject`: of
+    SMOKE."""
     turns = ((built, schedule) for built in subject.built for case, schedule in sorted(rows()) if case == built.case.id)
     return next((check for built, schedule in turns if (check := killed_by(subject, built, mutant, schedule)[0])), "")
 
@@ -46,9 +47,10 @@ def smoked(
     again: bool = False,
     selection: Selection = SMOKE,
 ) -> Iterator[Outcome]:
-    """Ask smoke about what `record` has no answer for, for at most `seconds` of processor time, and keep the answers.
+    """Runs smoke on the mutants without an answer in `record`, for at most `seconds` of processor time, and records the
+    answers.
 
-    `excused`: ids of mutants that nothing can kill. `again`: also about what no row of smoke killed when it was asked.
+    `excused`: ids of mutants that nothing can kill. `again`: also repeats mutants that no smoke row killed before.
     `selection`: rows of smoke, or fewer.
     """
     begun = time.process_time()

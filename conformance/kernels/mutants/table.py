@@ -1,6 +1,6 @@
 """results/mutants.md: kills by class, by check and by case, and the survivors, each with its reason.
 
-results/mutations.md: two programs, what their synchronising instructions are and which of them the VM misses.
+results/mutations.md: the synchronising instructions of two programs, and which of them the VM misses.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ TABLE = ROOT / "results" / "mutants.md"
 DROPS = ROOT / "results" / "mutations.md"
 REASONS = Path(__file__).with_name("survivors.yaml")
 FLAGS = ("reached", "same_bits", "any_program")
-"""Keys of a reason that are true or false."""
+"""Boolean keys of a reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Why mutants survive. `kind`, `before`, `after` and `program` are globs over those of an Outcome.
 
-    "equivalent": no run on silicon can tell, and `why` argues it. "hole": a check or a case is missing. `reached`: it
-    speaks about mutants of lines that a case executes with its findings collected, or about those that none does.
-    `same_bits`: all outputs of the case in the name of the mutant's program are the program's own, bit for bit;
-    test_survivors.py runs them. `any_program`: it rests on PTX alone, not on how a program of ours is made.
+    "equivalent": no run on silicon can tell, and `why` argues it. "hole": a check or a case is missing. `reached`: the
+    reason is about mutants of lines that a case executes with its findings collected (true), or that no case does
+    (false). `same_bits`: all outputs of the case in the name of the mutant's program equal the program's own, bit for
+    bit; test_survivors.py runs them. `any_program`: it rests on PTX alone, not on how our programs are made.
     """
 
     verdict: Literal["equivalent", "hole"]
@@ -51,8 +51,8 @@ class Reason:
     any_program: bool = False
 
     def explains(self, one: Outcome) -> bool:
-        """Whether it speaks about an outcome. Of programs that are not ours none does but what rests on PTX alone, and
-        what the machine was asked about this very mutant."""
+        """Whether the reason applies to an outcome. A user's program is covered only by reasons that rest on PTX alone,
+        or on the machine's own run of this mutant."""
         if theirs(one) and not (self.any_program or (self.reached and self.program == "*")):
             return False
         pairs = ((one.kind, self.kind), (one.before, self.before), (one.after, self.after), (one.program, self.program))
@@ -61,13 +61,13 @@ class Reason:
 
 
 def theirs(one: Outcome) -> bool:
-    """Whether it is about a program of a backend that is no part of the project, as `backends.cutedsl:CTA_PAIRS` is."""
+    """Whether the outcome's backend is not part of the project. `backends.cutedsl:CTA_PAIRS` is part of it."""
     backend = one.program.partition(" ")[0]
     return ":" in backend and not backend.startswith("backends.")
 
 
 def reasons(path: Path = REASONS) -> list[Reason]:
-    """The reasons of a file, a list of mappings. ValueError for a key or a verdict that does not exist."""
+    """Reads the reasons of a file, a list of mappings. ValueError for a key or a verdict that does not exist."""
     found = read_marked_yaml(path).value
     if not isinstance(found, list):
         raise ValueError(f"{path}: it holds a {type(found).__name__}; it must be a list of reasons")
@@ -95,7 +95,7 @@ def reason_of(one: Outcome, known: Sequence[Reason]) -> Reason | None:
 
 
 def survivors(record: Record, known: Sequence[Reason]) -> list[tuple[Outcome, Reason | None]]:
-    """What no check killed, each with the reason that explains it."""
+    """The mutants that no check killed, each with the reason that explains it."""
     return [(one, reason_of(one, known)) for one in record.results if not one.killed]
 
 
@@ -110,7 +110,8 @@ def equivalent(told: Iterable[tuple[Outcome, Reason | None]]) -> set[str]:
 
 
 def table(record: Record, known: Sequence[Reason], *, ours: bool = True) -> str:
-    """Markdown of a record. `ours`: with what was run of the project's programs unchanged, and on a device."""
+    """Returns a record as Markdown. `ours`: includes the runs of the project's unchanged programs, and those on a
+    device."""
     found, told = record.results, survivors(record, known)
     equal = equivalent(told)
     lines = [
@@ -210,7 +211,7 @@ def _any(found: Iterable[Outcome], kind: str) -> bool:
 
 
 def _by_program(found: Iterable[Outcome]) -> list[list[Outcome]]:
-    """The mutants of each text. Its name has the first case of a call, so that calls name one text in several ways."""
+    """Groups mutants by text. A text may have several names, because a name has the first case of a call."""
     texts: dict[str, list[Outcome]] = {}
     for one in sorted(found, key=lambda each: each.program):
         texts.setdefault(one.program.rpartition(" ")[2], []).append(one)
@@ -224,7 +225,7 @@ def _sum(what: str, found: Sequence[Outcome], equal: set[str]) -> str:
 
 
 def _by_smoke(found: Sequence[Outcome], equal: set[str]) -> list[str]:
-    """What the profile smoke by itself kills: its rows as they are judged, and the counters that the gate holds."""
+    """Kills of the profile smoke alone: its rows as they are judged, and the counters that the gate compares."""
     asked = [(one, check) for one in found if one.id not in equal and (check := check_of(one)) is not None]
     killed = sum(bool(check) for _, check in asked)
     left = len(found) - len(equal) - len(asked)
@@ -277,7 +278,7 @@ def _equivalents(told: Sequence[tuple[Outcome, Reason | None]]) -> list[str]:
 
 
 def drops_table(found: Mapping[str, Sequence[Outcome]], known: Sequence[Reason]) -> str:
-    """Markdown of what `drops` found, by target and kind: how many were taken out, and how many missed."""
+    """Markdown of the result of `drops`, by target and kind: how many were removed, and how many were missed."""
     lines = [
         "# Mutations",
         "",
@@ -311,7 +312,7 @@ def _dropped(kind: str, items: Sequence[Outcome], known: Sequence[Reason]) -> st
 
 
 def kind_of(instruction: str) -> str:
-    """The opcode up to where its variants begin: "mbarrier.arrive", "tcgen05.wait::st", ..."""
+    """The opcode without its variants: "mbarrier.arrive", "tcgen05.wait::st", ..."""
     word = instruction.split()[1] if instruction.startswith("@") else instruction.split()[0]
     parts = word.rstrip(";").split(".")
     if parts[0] == "tcgen05":

@@ -1,4 +1,4 @@
-"""The tool that changes programs: its transformations, its draws, its record, its table, and a sample of it."""
+"""The mutation tool: its transformations, its draws, its record, its table, and a sample run."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_draws_are_repeatable_and_take_classes_in_turn() -> None:
     assert few != drawn(every, len(KINDS), 1), "another seed draws others"
 
 
-# Of one program that is quick to run: the raw-PTX attention for Hopper at hd 64.
+# One program that is quick to run: the raw-PTX attention for Hopper at hd 64.
 SELECTION = Selection(
     cases=(
         "fmha:hd=64,t=17,s_k=96,lse=false",
@@ -209,7 +209,7 @@ def program() -> Subject:
 
 
 def test_a_sample_of_the_tool(program: Subject, tmp_path: Path) -> None:
-    """What survives has a reason; and shards run each mutant once, whatever was run before."""
+    """Each survivor has a reason; and shards run each mutant once, whatever was run before."""
     known = reasons()
     record = Record(tmp_path / "mutants.jsonl")
     plan = Plan(SELECTION, synchronisation=20, others=12, seed=11)
@@ -226,7 +226,7 @@ def test_a_sample_of_the_tool(program: Subject, tmp_path: Path) -> None:
 
 
 def test_a_search_finds_the_case_that_a_matrix_lacks(program: Subject) -> None:
-    """A tensor map that lacks the last head: no case with one sequence of one head shows it."""
+    """A tensor map that lacks the last head: a case with one sequence of one head cannot show it."""
     alone = replace(program, built=[one for one in program.built if one.case["batch"] == 1][:1])
     whole = alone.built[0].program
     assert isinstance(whole, Program)
@@ -248,7 +248,7 @@ def test_a_search_finds_the_case_that_a_matrix_lacks(program: Subject) -> None:
 
 
 def test_a_search_leaves_other_programs_alone(program: Subject) -> None:
-    """A case whose program is another text says nothing about the mutant."""
+    """A case whose program has another text says nothing about the mutant."""
     one = Hunt(program, next(mutants(program.built[0].program)), Effort())
     assert not one.kills(program.built[0].spec.parse_case("fmha:hd=128,t=1,s_k=8"))
     assert not one.tried, "it ran on a program that the mutant was not made from"
@@ -276,7 +276,7 @@ def test_what_is_equivalent_by_an_argument_runs_as_far_as_the_argument_asks(prog
 
 
 def test_a_mutant_runs_on_the_cases_that_execute_its_line(program: Subject) -> None:
-    """Of others the run is that of the program as it is."""
+    """On other cases its run equals the unchanged program's."""
     lines = [program.collection(one, "eager").lines for one in program.built]
     line = next(iter(lines[-1] - lines[0]))
     found = [one.case.id for one in program.executing(line, "eager")]
@@ -313,7 +313,7 @@ def test_what_no_case_executes_is_not_argued_by_what_was_seen() -> None:
 
 
 def test_more_work_than_the_program_s_own_kills() -> None:
-    """First keys rounded up to below 0: tiles that no row sees, and right results."""
+    """The first key is rounded up to below 0: tiles that no row sees, and right results."""
     windowed = "fmha:hd=64,t=2,s_k=512,causal=true,window=100"
     (subject,) = subjects(replace(SELECTION, cases=(windowed,)))
     (wider,) = (one for one in mutants(subject.built[0].program) if one.after.startswith("or.b32 %first_key"))
@@ -322,7 +322,7 @@ def test_more_work_than_the_program_s_own_kills() -> None:
 
 
 def test_a_wait_without_its_loop_dies_under_an_order_in_which_it_gives_up(program: Subject) -> None:
-    """It is no mutant of a synchronisation, and in order mbarrier.try_wait comes back when the phase is over."""
+    """It is not in a synchronisation class, and in order mbarrier.try_wait returns when the phase is over."""
     code = instructions(program.built[0].program.ptx)
     wait = next(at for at, one in enumerate(code) if one.opcode.startswith("mbarrier.try_wait"))
     back = code[wait + 1]
@@ -346,7 +346,7 @@ def test_a_program_that_is_built_no_more_is_forgotten(program: Subject, tmp_path
 
 
 def test_smoke_is_asked_about_what_another_row_killed(program: Subject, tmp_path: Path) -> None:
-    """A row of smoke kills a dropped wait. No row of it kills what is left as it is, or what smoke does not build."""
+    """A row of smoke kills a dropped wait. No row kills an unchanged program, or one that smoke does not build."""
     wait = next(one for one in mutants(program.built[0].program) if one.kind == "drop" and "try_wait" in one.before)
     none = next(one for one in mutants(program.built[0].program) if one.kind == "rounding")
     record = Record(tmp_path / "mutants.jsonl")
@@ -411,7 +411,7 @@ def test_a_torn_line_is_cut_off_and_run_again(tmp_path: Path) -> None:
 
 
 def test_a_torn_record_that_is_written_anew_is_appended_to(tmp_path: Path) -> None:
-    """As by --forget --smoke: where the file was whole says nothing of what was written since."""
+    """As with --forget --smoke: the old end of the file says nothing about what was written since."""
     record = Record(tmp_path / "mutants.jsonl")
     one = Outcome("a/drop/1.0", "p", "drop", 1, "bar.sync 0;", "")
     others = [replace(one, id=f"b/drop/{at}.0") for at in range(3)]
@@ -441,7 +441,7 @@ sys.stdin.readline()
 
 
 def test_of_two_processes_that_write_one_record_the_second_is_refused(tmp_path: Path) -> None:
-    """One that has read before the first wrote, and one that reads while it writes; lines of both are whole."""
+    """One read the file before the first wrote, one reads while it writes; lines of both are whole."""
     path, mine = tmp_path / "unmutated.jsonl", Watched("ptx", "sm_90a", "fmha:hd=64,t=1,s_k=1", rows=1)
     early = Watch(path)
     with Popen([sys.executable, "-c", _WRITER, str(path)], stdin=PIPE, stdout=PIPE, text=True, cwd=ROOT) as other:
@@ -503,7 +503,8 @@ def test_the_table_of_somebody_s_record_lies_beside_it(tmp_path: Path, capsys: p
 
 
 def test_a_hole_excuses_no_backend_of_somebody_s_own() -> None:
-    """Our reasons say which check is missing, which is no news to whoever asks how good hers are."""
+    """Our reasons say which check is missing. That is no excuse for users who ask how good their backends' checks
+    are."""
     ours = Outcome("a/drop/1.0", "ptx sm_90a fmha:hd=64,t=1,s_k=1 a", "rounding", 1, "no such;", "")
     known = [Reason("hole", "a check is missing")]
     assert not blamed(ours, known), "a listed hole has its reason"

@@ -1,4 +1,4 @@
-"""Planted faults in a real kernel: each synchronising instruction taken out, and whether the VM notices."""
+"""Planted faults in a real kernel: removes each synchronising instruction and checks whether the VM notices."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from conformance.kernels.mutants.table import DROPS, Reason, drops_table, reason
 from megamoe.contract import Case, HostProgram, Program, RunOptions, UnsupportedError, load_backend, load_executor
 from megamoe.judge.guarded import GuardedCase
 
-# By target, what orders nothing that is not ordered all the same, by parts of the instructions' texts: the VM does not
-# miss these. survivors.yaml argues each.
+# By target, instructions (parts of their texts) whose order other instructions also give: the VM does not miss them.
+# survivors.yaml argues each.
 NOT_NOTICED = {
     "sm_100a": (
         "tcgen05.fence",
@@ -33,7 +33,7 @@ NOT_NOTICED = {
 
 @pytest.mark.parametrize("target", DROPPED)
 def test_what_goes_unnoticed_is_excused_and_published(target: str) -> None:
-    """One test a target: workers that had a third of it each would all take every instruction out."""
+    """One test a target: workers with a third each would all remove every instruction."""
     found, known = drops(target), reasons()
     _unnoticed_is_excused(target, found, known)
     _no_excuse_is_stale(target, found)
@@ -41,7 +41,7 @@ def test_what_goes_unnoticed_is_excused_and_published(target: str) -> None:
 
 
 def _unnoticed_is_excused(target: str, found: Sequence[Outcome], known: Sequence[Reason]) -> None:
-    """Every removal is noticed, but for those that are listed and whose reason is written down."""
+    """Every removal is noticed, except those that are listed with a written reason."""
     missed = [one for one in found if not one.killed]
     excused = [one for one in missed if any(part in one.before for part in NOT_NOTICED[target])]
     listed = "; ".join(f"PTX line {one.line} `{one.before}`" for one in missed if one not in excused)
@@ -58,7 +58,7 @@ def _no_excuse_is_stale(target: str, found: Sequence[Outcome]) -> None:
 
 
 def _published_is_true(target: str, found: Sequence[Outcome], known: Sequence[Reason]) -> None:
-    """results/mutations.md says of the target what is so."""
+    """results/mutations.md is true of the target."""
     beginning, *sections = DROPS.read_text("utf-8").split("\n## ")
     of_target = [f"{beginning}\n## {one}" for one in sections if one.partition("\n")[0].endswith(f" on {target}")]
     assert of_target == [drops_table({target: found}, known)], "out of date; run: nox -s mutants -- --drops"
@@ -86,7 +86,7 @@ def case_of(text: str) -> Case:
 
 
 def cutedsl(case: Case, cta_group: int) -> HostProgram:
-    """Our kernels in CuTeDSL, a missing one being reported as skipped."""
+    """Our kernels in CuTeDSL. Skips the test if CuTeDSL is missing."""
     try:
         return moe_program(case, cta_group, 148)
     except UnsupportedError as missing:
@@ -101,14 +101,14 @@ def raw_ptx(case: Case) -> Program:
 
 
 def run(case: Case, program: Program | HostProgram, schedule: str) -> tuple[int, str | None]:
-    """How many copies of scales nothing orders after an mma, and the first rule broken."""
+    """Counts copies of scales that nothing orders after an mma, and returns the first broken rule."""
     guarded = GuardedCase(spec_of(case.op), case, load_executor("vm"))
     execution = guarded.run(program, RunOptions(schedule=schedule)).execution
     return execution.counters.get(COUNTER, 0), execution.violation
 
 
 def without_each(ptx: str, instruction: str) -> Iterator[tuple[str, str]]:
-    """The entry that an instruction is taken out of, with the PTX without it, for each one."""
+    """Yields, for each such instruction, its entry and the PTX without it."""
     for one in instructions(ptx):
         if one.opcode.startswith(instruction):
             yield one.entry, f"{ptx[: one.begin]}{ptx[one.end :]}"
@@ -116,7 +116,7 @@ def without_each(ptx: str, instruction: str) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("cta_group", [1, 2])
 def test_a_kernel_that_does_not_wait_for_the_launch_before(cta_group: int) -> None:
-    """Every kernel of the layer but the first may begin while the one before it runs."""
+    """Every kernel of the layer but the first may begin while the previous one runs."""
     case = case_of("hidden=256,intermediate=128,num_experts=2,tokens=3,topk=2")
     program = cutedsl(case, cta_group)
     hasty = dict(without_each(program.ptx, "griddepcontrol.wait"))
@@ -128,12 +128,12 @@ def test_a_kernel_that_does_not_wait_for_the_launch_before(cta_group: int) -> No
 
 
 SLOTS = "hidden=1536,intermediate=128,num_experts=1,tokens=20,interleave=64,stage=l1"
-"""K tiles that go more than once round the slots of scales."""
+"""More K tiles than slots of scales, so the slots wrap."""
 
 
 @pytest.mark.parametrize("backend", ["cutedsl", "ptx"])
 def test_a_slot_of_scales_that_is_overwritten_too_early(backend: str) -> None:
-    """The wait for the MMAs that read the slot stands before the copies; without it they are counted."""
+    """The wait for the MMAs that read the slot comes before the copies; without it the copies are counted."""
     case = case_of(SLOTS)
     program = cutedsl(case, 2) if backend == "cutedsl" else raw_ptx(case)
     hasty = replace(program, ptx=without_the_slot_s_wait(program.ptx, backend))
@@ -146,7 +146,7 @@ def test_a_slot_of_scales_that_is_overwritten_too_early(backend: str) -> None:
 
 
 def without_the_slot_s_wait(ptx: str, backend: str) -> str:
-    """PTX in which the wait before the copies of scales is over at once."""
+    """Makes the wait before the copies of scales end at once."""
     lines = ptx.splitlines()
     first_copy = next(index for index, line in enumerate(lines) if "tcgen05.cp" in line)
     waits = [index for index, line in enumerate(lines[:first_copy]) if "mbarrier.try_wait" in line]

@@ -1,4 +1,4 @@
-"""A changed kernel that runs alone, the other launches being played, dies as in a run of the whole program."""
+"""A changed kernel that runs alone, with the other launches played back, is killed as in a run of the whole program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layer() -> Subject:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that machines run."""
+    """Records the kernels that machines run."""
     seen: list[str] = []
     perform = Machine.perform
 
@@ -80,7 +80,7 @@ def test_what_leaves_the_program_s_bytes_runs_alone(layer: Subject, ran: list[st
 def test_what_leaves_other_bytes_runs_to_the_end(
     layer: Subject, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted: memory that is taken for the program's whatever it holds."""
+    """Planted: memory counts as the program's whatever it holds."""
     built = layer.built[0]
     layer.baseline(built, "eager")
     found = (one for one in _of(layer, GEMM) if one.kind in ("rounding", "operand", "opcode"))
@@ -93,7 +93,7 @@ def test_what_leaves_other_bytes_runs_to_the_end(
 
 
 def test_played_launches_leave_bytes_counters_and_findings_of_the_program(layer: Subject) -> None:
-    """Of the last kernel: all before it are played, under an order in which each launch draws."""
+    """Tests the last kernel: all before it are played, under an order in which each launch draws."""
     built, options = layer.built[0], RunOptions(schedule="random:5")
     tape = Tape()
     check, _, own = verdict(built, built.program, options, recorder(tape))
@@ -117,7 +117,7 @@ def test_a_change_outside_of_kernels_or_of_a_launch_is_not_played(layer: Subject
 
 
 def test_launches_that_may_overlap_are_run_together(layer: Subject) -> None:
-    """What a launch races with is kept with the launch before it, which is not played then."""
+    """A race partner is kept with the launch before it, which is not played then."""
     built = layer.built[0]
     tape = layer.baseline(built, "eager").tape
     entries = [mark.entry for mark in tape.marks]

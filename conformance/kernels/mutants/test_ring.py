@@ -1,6 +1,6 @@
 """Attention with floats that are elements of a ring: kernels equal a reference bit for bit, and no term can hide.
 
-The reference is written here with Python's integers, not with the machine's ring: a mistake would hide in both.
+The reference here uses Python's integers instead of the machine's ring: a shared mistake would hide.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def elements(tensor: torch.Tensor) -> Elements:
 
 
 def quotient(numerators: Elements, divisor: int) -> Elements:
-    """By 2^j u: times 2^j, and divided by the odd u."""
+    """Divides by 2^j u: multiplies by 2^j, and divides by the odd u."""
     power = divisor & -divisor
     return numerators * power * pow(divisor // power, -1, ORDER) % ORDER if divisor else 0 * numerators
 
 
 def answer(case: Case, inputs: Mapping[str, torch.Tensor]) -> Elements:
-    """o [batch, heads, t, hd] of softmax in the ring: sums and products of integers, exp2 a power of 5."""
+    """o [batch, heads, t, hd] of softmax in the ring: sums and products of integers; exp2 is a power of 5."""
     q, k, v = (elements(inputs[name]) for name in ("q", "k", "v"))
     scale = int(np.float32(softmax_scale(case) * np.log2(np.e)).view(np.uint32)) >> 16
     visible = visible_keys(case, torch.arange(case.int("t"))).numpy()
@@ -81,12 +81,12 @@ def test_kernels_equal_the_reference(backend: str, target: str, row: str) -> Non
 
 
 HIDDEN = spec_of("fmha").parse_case("fmha:hd=64,t=1,s_k=64,inputs=large_logits,lse=false")
-"""One row, most of whose keys have next to no weight."""
+"""One row, where most keys have almost no weight."""
 
 
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_term_that_a_tolerance_hides_is_seen(times: int) -> None:
-    """A term of the row sum is dropped, or added twice. The row passes, and the ring tells."""
+    """A term of the row sum is dropped, or added twice. The row passes, but the ring shows it."""
     program = program_of("ptx", "sm_90a", HIDDEN)
     assert isinstance(program, Program), "the ptx backend builds PTX with launches"
     *_, term = re.finditer(r"add\.rn\.f32 (%row_sum), \1, %s_\d+;", program.ptx)

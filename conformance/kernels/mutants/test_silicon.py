@@ -1,6 +1,6 @@
-"""Mutants on a device: what is packed, how processes are watched, what is read out of reports, and the table of it.
+"""Mutants on a device: what is packed, how processes are watched, how reports are read, and the table of it.
 
-The driver and compute-sanitizer are stand-ins here: a process that writes what one of on_device.py would.
+The driver and compute-sanitizer are stand-ins here: a process that writes the lines of an on_device.py process.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_mutants_that_hang_come_last_and_alone() -> None:
 
 
 def _stage(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Stage:
-    """A stage whose processes run `script`: argv[1] is the file of what they tell, argv[2] their mutants."""
+    """A stage whose processes run `script`: argv[1] is the file for their lines, argv[2] their mutants."""
     child = folder / "on_device.py"
     child.write_text(f"import json, os, sys, time\ntold, numbers = sys.argv[5], sys.argv[6].split(',')\n{script}")
     (folder / "raw").mkdir()
@@ -102,7 +102,7 @@ TELL = "say = lambda text: open(told, 'a').write(text + '\\n')\n"
 def test_a_process_that_hangs_or_dies_costs_its_own_mutant_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mutant 1 says nothing more, 2 ends its process, 4 says that it hangs and then stays."""
+    """Mutant 1 goes silent, 2 ends its process, 4 reports that it hangs and then stays."""
     stage = _stage(tmp_path, monkeypatch, TELL + (
         "for one in numbers:\n"
         "    say(one)\n"
@@ -124,7 +124,7 @@ def test_a_process_that_hangs_or_dies_costs_its_own_mutant_only(
 def test_what_seemed_to_hang_beside_others_is_asked_again_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mutant 1 hangs; 0 does where another process runs."""
+    """Mutant 1 hangs; 0 hangs only beside another process."""
     stage = _stage(tmp_path, monkeypatch, TELL + (
         "import pathlib\n"
         "beside = len(list(pathlib.Path(told).parent.glob('*.told'))) < 2\n"
@@ -161,7 +161,7 @@ def test_what_a_tool_prints_comes_to_its_mutant(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_tool_that_is_missing_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that never says a word is not started for ever, and its mutants have not run."""
+    """A process that never writes a word is not restarted for ever, and its mutants have not run."""
     stage = _stage(tmp_path, monkeypatch, "os._exit(0)\n")
     stage.jobs.append((ALONE, [0, 1]))
     stage.perform()
@@ -252,7 +252,8 @@ def test_the_table_says_what_each_of_them_noticed() -> None:
 
 
 def test_tools_have_their_say_of_what_hangs_once_waits_give_up() -> None:
-    """But for a tool under which the program itself does not come to its end before that, or that reports it, too."""
+    """Except for a tool under which the unchanged program does not end before its waits give up, or that reports it,
+    too."""
     rows = [*ROWS, {"number": 4, "id": "", "kind": "", "base": "ptx b fmha:slow"}]
     rows += [{"number": 5, "id": "b/drop/1.0", "kind": "drop", "base": "ptx b fmha:slow"}]
     hangs = [Seen(str(row["id"]), str(row["kind"]), str(row["base"]), "hang" if row["id"] else "right") for row in rows]
@@ -294,7 +295,7 @@ def test_mutants_that_hang_are_carried_with_waits_that_give_up(
 
 
 def test_the_record_has_no_mutant_that_is_seen_on_silicon_and_lives_in_the_vm() -> None:
-    """The machine's word against an H200's: what is wrong, faults or hangs there dies here."""
+    """The machine against an H200: every mutant that is wrong, faults or hangs there is killed here."""
     lived = {one.id: one for one in Record(silicon.ROOT / "results" / "mutants.jsonl").results if not one.killed}
     seen = silicon.read()
     missed = [f"{one.id} ({one.fate})" for one in seen if one.fate != "right" and (one.id in lived or one.vm is False)]
@@ -343,7 +344,7 @@ def test_few_ctas_build_the_same_text_and_take_several_tiles(backend: str) -> No
 
 
 def test_a_kernel_that_does_not_read_how_many_sms_there_are_has_nothing_on_few_ctas(subject: Subject) -> None:
-    """Raw-PTX attention has a CTA a tile: for one SM it is the program that it is."""
+    """Raw-PTX attention has a CTA a tile: for one SM it is the same program."""
     built = subject.built[0]
     few = built.spec.vary(built.case, sms=1)
     assert few.id == f"{built.case.id},sms=1", f"the axis is in no id: {few.id}"

@@ -1,4 +1,4 @@
-"""What survivors.yaml argues with, held: the same bits, an mbarrier that nobody uses, parts that a cache has not."""
+"""Arguments of survivors.yaml, tested: the same bits, an unused mbarrier, parts that a cache does not have."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megamoe.spec.load import load_specs
 
 
 def _changed(built: Built, program: Program | HostProgram) -> list[str]:
-    """Outputs of a case of which `program` leaves other bits than the program as it is."""
+    """Outputs of a case where `program` leaves other bits than the unchanged program."""
     in_order = RunOptions(schedule="eager")
     own, other = (collected(built, one, in_order).ran.settled for one in (built.program, program))
     return [name for name in own if not torch.equal(own[name].view(torch.uint8), other[name].view(torch.uint8))]
 
 
 def _built(one: Outcome) -> Built | None:
-    """The program of an outcome on the case in its name, unless its backend builds another by now."""
+    """Builds the program of an outcome on the case in its name; None if its backend builds another by now."""
     backend, target, case_id, text = one.program.split()
     spec = load_specs(None)[case_id.partition(":")[0]]
     program = program_of(backend, target, case := spec.parse_case(case_id))
@@ -59,7 +59,8 @@ def test_other_bits_are_seen() -> None:
 
 @pytest.mark.parametrize(("hd", "mbarriers"), [(256, 2), (128, 0)])
 def test_one_softmax_warpgroup_gives_way_to_nobody(hd: int, mbarriers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two mbarriers of the chain lie idle at hd 256, where one warpgroup has all exponentials. At hd 128 two do."""
+    """The two mbarriers of the chain are idle at hd 256, where one warpgroup has all exponentials. At hd 128 two share
+    them."""
     ended, check_exit = list[Cta](), Cta.check_exit
     monkeypatch.setattr(Cta, "check_exit", lambda cta: (ended.append(cta), check_exit(cta)))
     case = load_specs(None)["fmha"].parse_case(f"fmha:hd={hd},t=1,s_k=512")
@@ -86,7 +87,7 @@ def test_keys_are_split_into_a_part_an_sm_at_most() -> None:
 
 
 def _after(ptx: str, line: int) -> list[str]:
-    """What its kernel does behind a line that touches global memory or goes back: instructions, as they are spelled."""
+    """Instructions of the kernel after a line that touch global memory or branch back, as they are written."""
     code = instructions(ptx)
     entry = next(one.entry for one in code if one.line == line)
     behind = [one for one in code if one.entry == entry and one.line > line]
@@ -97,7 +98,7 @@ def _after(ptx: str, line: int) -> list[str]:
 
 
 def test_nothing_follows_a_last_wait_for_copies() -> None:
-    """And a planted fault: much follows the first wait of that kernel."""
+    """And a planted fault: many instructions follow the first wait of that kernel."""
     spec = load_specs(None)["nvfp4_moe"]
     case = spec.parse_case("nvfp4_moe:hidden=256,intermediate=128,num_experts=4,tokens=20,topk=2,stage=l2")
     program = program_of("cutedsl", "sm_100a", case)

@@ -1,8 +1,8 @@
-"""Rows of the programs as they are, under random orders with their findings collected: none of them is an error.
+"""Runs unchanged programs under random orders with their findings collected: none of them is an error.
 
-A machine that cried wolf would kill every mutant. The cases are those of the profiles smoke and full and drawn ones, of
-every backend and target that runs on the machine, those left out that take it long. Each case runs once in order, as a
-row is judged, and then under orders of its own seeds, which must leave the same bits.
+A machine with false alarms would kill every mutant. The cases come from the profiles smoke and full and from random
+draws, for every backend and target that runs on the machine; slow cases are left out. Each case runs once in order, as
+a row is judged, and then under orders of its own seeds, which must leave the same bits.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ UNMUTATED = ROOT / "results" / "unmutated.jsonl"
 ORDERS = 24
 """Random orders of a case on a backend and a target."""
 DRAWN = 60
-"""Cases that are drawn from the ranges of each op."""
+"""Cases drawn from the ranges of each op."""
 MAX_SECONDS = 0.25
-"""Processor time of the run in order, the reading of the program included: a case that takes more is left out."""
+"""Processor time of the run in order, including reading the program; a slower case is left out."""
 MAX_ELEMENTS = 1 << 17
-"""Elements of the inputs of a case that is tried at all."""
+"""Elements of the inputs of a case; a larger case is left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
     """A case on a backend and a target: a line of the record.
 
-    `rows`: orders that ran, random:`first` and those that follow; 0 if it was left out, and `left_out` says why.
-    `errors`: sentences of what is an error. `relied`, `notes`: rules of grade portability, and notes, with the number
-    of rows that met them. `text`: the first digits of the SHA-256 of the program's.
+    `rows`: orders that ran, from random:`first` on; 0 if it was left out, and `left_out` says why. `errors`: sentences
+    of the errors. `relied`, `notes`: rules of grade portability, and notes, with the number of rows that met them.
+    `text`: the first digits of the SHA-256 of the program's text.
     """
 
     backend: str
@@ -61,30 +61,30 @@ class Watched:
 
     @property
     def id(self) -> tuple[str, str, str]:
-        """What names it."""
+        """Key of the line."""
         return self.backend, self.target, self.case
 
 
 class Watch(Journal[Watched]):
-    """The record of what was watched."""
+    """The record of watched cases."""
 
     def __init__(self, path: Path = UNMUTATED) -> None:
-        """`path`: the file that is read, and written to."""
+        """`path`: the file to read and to append to."""
         super().__init__(Watched, path)
 
     @property
     def rows(self) -> int:
-        """Rows that ran."""
+        """Number of rows that ran."""
         return sum(one.rows for one in self.results)
 
     @property
     def wrong(self) -> list[Watched]:
-        """What has an error."""
+        """Watched cases with an error."""
         return [one for one in self.results if one.errors]
 
 
 def drawn(op: str, count: int, seed: int) -> list[Case]:
-    """`count` draws of the law matches_reference of `op`, the same for a seed on every host; each case once."""
+    """Draws `count` cases of `op`'s law matches_reference, the same for a seed on every host; each case once."""
     found: dict[str, Case] = {}
 
     @settings(max_examples=count, database=None, deadline=None, derandomize=True, phases=[Phase.generate],
@@ -98,7 +98,7 @@ def drawn(op: str, count: int, seed: int) -> list[Case]:
 
 
 def candidates(seed: int = 0) -> list[tuple[str, str, Case]]:
-    """Backends, targets and cases in the order in which they are watched, which `seed` shuffles."""
+    """Backends, targets and cases in the order of watching; `seed` shuffles it."""
     specs = load_specs(None)
     owed = [row for name in ("smoke", "full") for row in owed_rows(specs, Selection(name, executors=("vm",)))]
     found = {(row.backend, row.target, row.case): specs[row.op].parse_case(row.case) for row in owed}
@@ -110,9 +110,9 @@ def candidates(seed: int = 0) -> list[tuple[str, str, Case]]:
 
 
 def watched(backend: str, target: str, built: Built, seeds: Sequence[int]) -> Watched:
-    """Run a program once in order and then under random:SEED for each of `seeds`."""
+    """Runs a program once in order and then under random:SEED for each of `seeds`."""
     about, text = (backend, target, built.case.id), program_id(built.program.ptx)
-    # Its references are no part of the time.
+    # Building the references does not count in the time.
     _ = built.expected
     begun = time.process_time()
     first = collected(built, built.program, RunOptions(schedule="eager"))
@@ -141,9 +141,9 @@ def _moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> s
 
 
 def watch(record: Watch, rows: int, seconds: float | None = None) -> Iterator[Watched]:
-    """Watch until `record` has `rows` rows, for at most `seconds` of processor time. What it has is not run again, but
-    for cases of which a backend builds another text by now, under the orders that it had. Texts of which it has no row
-    come first."""
+    """Watches until `record` has `rows` rows, for at most `seconds` of processor time. Recorded cases do not run again,
+    unless their backend now builds another text; then they run under their recorded orders. Texts without a row come
+    first."""
     begun = time.process_time()
     specs = load_specs(None)
 
@@ -176,7 +176,7 @@ def watch(record: Watch, rows: int, seconds: float | None = None) -> Iterator[Wa
 
 
 def _left(record: Watch) -> list[tuple[int, str, str, Case]]:
-    """The candidates that `record` lacks, with their places: first those of programs of which it has no row."""
+    """Candidates that `record` lacks, with their places; programs without a row come first."""
     known = {(one.backend, one.target, one.text) for one in record.results if one.rows}
     left = [(place, *one) for place, one in enumerate(candidates()) if (one[0], one[1], one[2].id) not in record.by_id]
 
@@ -189,7 +189,7 @@ def _left(record: Watch) -> list[tuple[int, str, str, Case]]:
 
 
 def told(record: Watch) -> list[str]:
-    """Lines of Markdown of a record."""
+    """Returns a record as lines of Markdown."""
     ran, wrong = [one for one in record.results if one.rows], record.wrong
     places = Counter[str]()
     relied, notes = Counter[str](), Counter[str]()

@@ -1,1 +1,1 @@
-"""What the wrappers of other people's kernels promise."""
+"""Promises of the wrappers of foreign kernels."""

@@ -1,6 +1,6 @@
-"""A peer refuses what it cannot do and says why; the judge finds its results right, and those of a planted fault wrong.
+"""A peer refuses what it cannot do and says why; the judge passes its results, and fails those with a planted fault.
 
-Only torch's own kernels run here, on a CPU. The others are stand-ins that compute what the manuals say.
+Only torch's own kernels run here, on a CPU. The others are stand-ins that follow the manuals.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ EXECUTOR = "conformance.fakes.peers_on_cpu:EXECUTOR"
 BIASED = {
     ("torch-grouped-mm", "nvfp4_moe:hidden=256,intermediate=384,num_experts=4,tokens=60,load=skewed,stage=l2"),
 }
-"""Where a peer's roundings have a bias beyond the bar. torch-grouped-mm rounds activations times both global scales to
-bf16 (backends/peers/grouped_gemm.py). On this row that alone is a bias of -6.5e-4; rounding the result once, -9e-6."""
+"""Rows where a peer's roundings have a bias beyond the tolerance. torch-grouped-mm rounds activations times both global
+scales to bf16 (backends/peers/grouped_gemm.py). On this row that alone is a bias of -6.5e-4; rounding the result once
+gives -9e-6."""
 
 DECODE = "fmha:hd=128,t=1,s_k=256,heads=8"
 RAGGED = "batch=2,ragged=true,total_q=2,total_k=300"
@@ -80,7 +81,7 @@ REFUSALS = [
     ("torch-grouped-mm", f"{L2.removesuffix('l2')}combine", "it is a GEMM"),
 ]
 
-# Faults of a foreign kernel or of its call, each with a case that must fail.
+# Faults of a foreign kernel or of our call to it, each with a case that must fail.
 FAULTS = [
     ("torch-sdpa-cudnn", DECODE, Faults(scale=1.05)),
     ("torch-sdpa-cudnn", SQUARE, Faults(shift=1)),
@@ -101,7 +102,7 @@ FAULTS = [
 
 
 def judged(peer: Peer, case: str) -> Record:
-    """The verdict of the ordinary judge, with the peer called on CPU tensors."""
+    """Judges the peer as usual, with CPU tensors."""
     return judge(Row(case, f"backends.peers:{_attribute(peer)}", peer.on[0], EXECUTOR, "eager"), "run")
 
 
@@ -182,7 +183,7 @@ def test_a_refusal_says_which_case_which_peer_and_why(
 def test_every_reason_in_the_table_is_given_for_some_case() -> None:
     given = {(name, BY_NAME[name].limits.refusal(_case(case))) for name, case, _ in REFUSALS}
     listed = {(peer.name, reason) for peer in PEERS for reason in peer.limits.refuses()}
-    # The two share their limits but for GQA, and so do the two GEMMs.
+    # These two have the same limits except for GQA, and so have the two GEMMs.
     shared = {"torch-sdpa-cudnn-folded": "torch-sdpa-cudnn", "torch-grouped-mm": "humming"}
     missing = [
         (name, reason)

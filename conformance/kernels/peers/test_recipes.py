@@ -1,7 +1,7 @@
-"""How each peer is called, and how its own results come into place.
+"""How each peer is called, and how its own results get into the outputs.
 
-The recipes are those under which a peer was measured; without them a baseline would be unfair. What `collect` brings
-into place is what ran last, in a graph or not, or NaN.
+A recipe is the way a peer was measured; without it a baseline would be unfair. `collect` stores the results of the last
+run, in a graph or not, or NaN.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WIDE_MQA = "fmha:hd=512,t=1,s_k=128,heads=64"
 
 
 def calls(monkeypatch: pytest.MonkeyPatch, peer: str, case: str) -> Foreign:
-    """The notes of a judged run."""
+    """Notes of the foreign calls of a judged run."""
     foreign = install(monkeypatch)
     record = judged(BY_NAME[peer], case)
     assert record.status == "passed", f"{peer} on {case}: {record.sentence}"
@@ -106,7 +106,7 @@ def test_humming_gets_rows_sorted_by_expert_with_nothing_between(case: str, monk
     assert layout[-1] == call["rows"] == call["valid_shape_m"], f"offsets end at the number of rows: {layout}"
     assert layout == sorted(layout), f"offsets never fall: {layout}"
     assert call["compute_config"] == {"gemm_type": "grouped_contiguous"}
-    # 40 rows, and at most 32 of a slice.
+    # 40 rows, but at most 32 of a slice.
     tuned = {"for": ("transformed", "grouped_contiguous"), "block_m": 16 if case == L2 else 8}
     assert call["tuning_config"] == tuned, f"its own tiles for {call['rows']} rows, and no others"
     assert environment == {"HUMMING_DISABLE_PARALLEL_BUILD": "1"}, "it is called as it was measured"
@@ -129,7 +129,8 @@ def test_humming_without_tiles_for_one_row_and_for_all_of_them_is_an_error(
     "peer", [peer for peer in PEERS if peer.name.startswith("torch-sdpa")], ids=lambda peer: peer.name
 )
 def test_operators_of_the_installed_torch_take_the_call_and_give_the_shapes(peer: Peer) -> None:
-    """Tensors without memory: torch's own shape functions answer, for cases too large for this machine as well."""
+    """Tensors without memory: torch's own shape functions answer, even for cases that are too large for this
+    machine."""
     spec = spec_of(peer.op)
     cases = [case for name in ("edges", "decode") if name in spec.matrices for case in spec.cases(name)]
     served = [case for case in cases if peer.limits.refusal(case) is None]
@@ -149,7 +150,7 @@ Results = Sequence[torch.Tensor]
 
 @dataclass
 class Device:
-    """A device that captures: a graph replays by writing to the results of its last launch."""
+    """A device with graph capture: a graph replays by writing to the results of its captured launch."""
 
     capture: int = 0
     value: float = 1.0

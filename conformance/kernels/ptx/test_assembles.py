@@ -51,7 +51,7 @@ LIVE_VALUES = 64
 
 
 def assembled(ptx: str, target: Target = "sm_100a") -> Assembly:
-    """`assemble`; a missing assembler skips the test, so that it never passes unasked."""
+    """Runs `assemble`. A missing assembler skips the test, so that it never passes unchecked."""
     try:
         return assemble(ptx, target)
     except UnsupportedError as missing:
@@ -64,7 +64,7 @@ def local_memory_bytes(assembly: Assembly) -> int:
 
 
 def hold_places_apart(smem: SmemLayout) -> None:
-    """The places fit a CTA and do not overlap."""
+    """Checks that the places fit a CTA and do not overlap."""
     assert smem.size <= MAX_SMEM, f"{smem.size} bytes of shared memory; a CTA may have {MAX_SMEM}"
     ends = 0
     for name, (offset, size) in smem.places.items():
@@ -73,7 +73,7 @@ def hold_places_apart(smem: SmemLayout) -> None:
 
 
 def crowded_kernel(directive: str) -> str:
-    """A kernel with LIVE_VALUES loads alive at once, and `directive` behind .reqntid."""
+    """A kernel with LIVE_VALUES loads alive at once, and `directive` after .reqntid."""
     x = Builder("crowded", target="sm_100a", version=(8, 6), block=128)
     buffer = x.param("buffer", "u64")
     values = x.regs("value", "f32", LIVE_VALUES)
@@ -86,7 +86,7 @@ def crowded_kernel(directive: str) -> str:
     return x.text().replace(".reqntid 128, 1, 1", f".reqntid 128, 1, 1\n{directive}")
 
 
-# The epilogue of a part is the same loop for every hd; at 512 a CTA has half of the columns.
+# A part's epilogue is the same loop for every hd; at 512 a CTA has half of the columns.
 @pytest.mark.parametrize(
     ("hd", "part_keys"), [*((hd, None) for hd in SUPPORTED_HD), (64, SPLIT_KEYS), (512, SPLIT_KEYS)]
 )
@@ -140,14 +140,14 @@ def test_fmha_fits_the_machine(hd: int) -> None:
 
 
 def _param_of(argument: KernelArg) -> str:
-    """How PTX declares the parameter that `argument` fills, less its name."""
+    """Returns how PTX declares the parameter that `argument` fills, without its name."""
     if isinstance(argument, TensorMapArg):
         return ".align 64 .b8"
     return f".{argument.dtype}" if isinstance(argument, ScalarArg) else ".u64"
 
 
 def check_arguments(ptx: str, launch: Launch) -> None:
-    """A launch passes what its entry declares, in order."""
+    """Checks that a launch passes what its entry declares, in order."""
     head = ptx.split(f".entry {launch.entry}(")[1].split(")")[0]
     declared = re.findall(r"^    \.param (.*) \w+(?:\[128\])?,?$", head, re.MULTILINE)
     passed = [_param_of(argument) for argument in launch.args]

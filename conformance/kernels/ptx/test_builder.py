@@ -1,4 +1,4 @@
-"""The PTX builder writes what it was told, and refuses slips with a sentence when the line is written."""
+"""The PTX builder writes what it was told, and refuses a slip with a sentence as soon as its line is written."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_named_place_is_named_where_it_is_used() -> None:
 
 @dataclass(frozen=True, slots=True)
 class InnerParams(Parameters):
-    """Nested in the next."""
+    """Nested in PlantedParams."""
 
     t: U32
 

@@ -38,7 +38,7 @@ from megamoe.ops import reference
 SM_REGISTERS = 1 << 16
 STAGES = ("layer", "l1", "requantise", "l2", "combine")
 SMALL = "hidden=512,intermediate=256,num_experts=2,tokens=20,topk=1,load=skewed"
-"""More stages of one CTA than the ring has, tiles for mma.sync and tiles for wgmma."""
+"""More stages on a CTA than the ring has, tiles for mma.sync and tiles for wgmma."""
 TILINGS = [ColumnTiling.of(widest, rows) for widest in WIDEST for rows in (128, 256)]
 
 
@@ -85,7 +85,8 @@ def test_a_gemm_assembles_without_spills(tiling: ColumnTiling) -> None:
 
 @pytest.fixture
 def older_ptxas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The assembler is Triton's: 12.9 finds fewer registers than the pinned one, as 13.0 of a lent machine does."""
+    """Uses Triton's assembler: 12.9 leaves fewer registers than the pinned one, as does the 13.0 of a device
+    machine."""
     triton = importlib.util.find_spec("triton")
     ptxas = Path(str(triton.origin)).parent / "backends" / "nvidia" / "bin" / "ptxas" if triton else None
     if ptxas is None or not ptxas.is_file():
@@ -127,7 +128,7 @@ def test_arguments_are_the_parameters(stage: str, weight: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_prepare_reads_weights_alone(stage: str) -> None:
-    """What is neither timed nor counted may not depend on activations."""
+    """Prepared data is neither timed nor counted, so it must not depend on activations."""
     program = built(f"{SMALL},stage={stage}")
     read = {arg.tensor for launch in program.prepare for arg in launch.args if isinstance(arg, BufferArg)}
     inputs = read - set(program.scratch)
@@ -135,7 +136,7 @@ def test_prepare_reads_weights_alone(stage: str) -> None:
 
 
 def test_preparing_again_changes_and_costs_nothing() -> None:
-    """Launches that prepare are not counted, and weights that are repacked twice are the same weights."""
+    """Preparation launches are not counted, and weights that are repacked twice are the same."""
     axes = "hidden=128,intermediate=128,num_experts=1,tokens=3,stage=l2"
     guarded = GuardedCase(spec(), case_of(axes), load_executor("vm"))
     once = built(axes)
@@ -179,7 +180,7 @@ def test_a_wrong_repacking_is_noticed() -> None:
 
 
 def _wrong_weights(case: Case, program: Program, interleave: int) -> int:
-    """How many weights of w1 the repacked bytes give wrongly; NaN counts."""
+    """Counts the weights of w1 that the repacked bytes give wrongly; NaN counts."""
     made = reference(case.op).make_inputs(case)
     packed = torch.zeros(program.scratch["w1_packed"], dtype=torch.uint8)
     alone = replace(program, launches=program.prepare, prepare=(), scratch={})
@@ -198,7 +199,7 @@ def _wrong_weights(case: Case, program: Program, interleave: int) -> int:
 
 
 def _decoded(packed: torch.Tensor) -> torch.Tensor:
-    """float32 [units, 16-row groups of a panel, 16, 64] by the text of geometry.py, repack.py and unpack.py."""
+    """float32 [units, 16-row groups of a panel, 16, 64], as geometry.py, repack.py and unpack.py document it."""
     blocks = packed.view(-1, 2304)
     words = blocks[:, :2048].reshape(-1, 4, 32, 4, 4).to(torch.int64)
     word = (words << torch.tensor([0, 8, 16, 24])).sum(-1)  # block, warp, lane, k-step
@@ -223,7 +224,7 @@ def _decoded(packed: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("stage", "schedule"), [("l1", "random:1"), ("l2", "lazy")])
 def test_persistence_changes_no_bit(stage: str, schedule: str) -> None:
-    """One CTA that walks over all tiles gives the bits of one CTA a tile."""
+    """One CTA that processes all tiles gives the same bits as one CTA a tile."""
     axes = f"{SMALL},stage={stage}"
     outputs, sentence = run(case_of(axes), built(axes, ctas=1), schedule)
     assert not sentence, f"{axes} on one CTA: {sentence}"
@@ -256,7 +257,7 @@ def test_a_missing_wait_is_noticed(stage: str, taken_out: str) -> None:
     ],
 )
 def test_column_tiles_hold_every_row_once(axes: str) -> None:
-    """Each in the narrowest width that holds its rows, expert after expert."""
+    """Each in the narrowest width that holds its rows, expert by expert."""
     case = case_of(f"{axes},stage=combine")
     program = BACKEND.build(case, "sm_90a")
     topk_ids = reference(case.op).make_inputs(case)["topk_ids"]
@@ -286,14 +287,14 @@ def test_an_epilogue_stages_what_is_left_of_an_odd_width(stage: str) -> None:
 
 
 def test_two_warpgroups_where_four_leave_most_sms_idle() -> None:
-    """192 tiles of 256 rows are two rounds of 132 SMs, 384 of 128 rows are three of half as long."""
+    """192 tiles of 256 rows are two rounds of 132 SMs; 384 of 128 rows are three, each half as long."""
     for experts, warpgroups in ((1, 4), (5, 4), (8, 2), (48, 4)):
         found = ColumnTiling.of(8, 6144, experts=experts).warpgroups
         assert found == warpgroups, f"{experts} experts of 6144 rows: {found} warpgroups, where {warpgroups} take less"
 
 
 def test_two_warpgroups_leave_the_bits_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tiles of 256 rows on two SMs are two rounds, six of 128 rows are three of half as long."""
+    """Three tiles of 256 rows on two SMs are two rounds; six of 128 rows are three, each half as long."""
     axes = "hidden=128,intermediate=128,num_experts=3,tokens=6,topk=1,stage=l1"
     four, program = plain(axes), built(axes)
     monkeypatch.setattr("backends.ptx.sm90_moe.geometry.SM_COUNT", 2)

@@ -1,10 +1,10 @@
 """Laws of the ptx backend's MoE kernels beyond the spec's: the routing's tables are right, and neither the number of
 persistent CTAs nor the schedule changes a bit. Each checker meets a planted fault.
 
-The kernel also says which register of which thread holds which (M, N) of a fused SwiGLU tile: row M = thread, column
-N = register. One tcgen05.ld.32x32b gives thread t lane t of tensor memory, row t of the tile, and column c in
-register c. A thread has gates 0 to 7 in registers 0 to 7, their ups in 8 to 15, gates 8 to 15 in 16 to 23, and so on.
-The test zeroes one register of one thread; the activation made from it must become zero.
+The tests also show which register of which thread holds which (M, N) of a fused SwiGLU tile: row M = thread, column N =
+register. One tcgen05.ld.32x32b gives thread t lane t of tensor memory, row t of the tile, and column c in register c. A
+thread has gates 0 to 7 in registers 0 to 7, their ups in 8 to 15, gates 8 to 15 in 16 to 23, and so on. The test zeroes
+one register of one thread; the activation made from it must become zero.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megamoe.spec.spec import Spec
 Tensors = dict[str, torch.Tensor]
 NO_ROW = -1
 SMALL = "hidden=1152,intermediate=256,num_experts=3,tokens=9,topk=2"
-"""Five stages along K in the first GEMM, one more than the ring has; several tiles a CTA with a single CTA."""
+"""Five stages along K in the first GEMM, one more than the ring has; with a single CTA, several tiles on it."""
 
 
 @cache
 def spec() -> Spec:
-    """The op."""
+    """The spec of NVFP4 MoE."""
     return spec_of("nvfp4_moe")
 
 
@@ -53,7 +53,7 @@ def built(case: Case, *, ctas: int | None = None) -> Program:
 
 
 def run(case: Case, program: Program, schedule: str = "eager") -> tuple[Tensors, str]:
-    """The outputs with free elements zeroed, and what the machine or the arena found wrong."""
+    """Returns the outputs with free elements zeroed, and the fault that the machine or the arena found."""
     options = RunOptions(schedule=schedule, step_budget=2_000_000)
     ran = GuardedCase(spec(), case, load_executor("vm")).run(program, options)
     return ran.settled, ran.fault()
@@ -73,8 +73,8 @@ def plain(axes: str) -> Tensors:
 
 
 def is_noticed(case: Case, whole: Program, taken_out: str, right: Tensors) -> bool:
-    """Whether the machine, or a bit that is not `right`, tells when all lines with `taken_out` are gone, and the loop
-    around each that waits."""
+    """Removes all lines with `taken_out`, and the loop around each wait. Whether the machine or a bit other than in
+    `right` shows it."""
     lines = whole.ptx.splitlines()
     waits = [index for index, line in enumerate(lines) if taken_out in line]
     assert waits, f"the kernel has no {taken_out!r}"
@@ -91,7 +91,7 @@ def is_noticed(case: Case, whole: Program, taken_out: str, right: Tensors) -> bo
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random:1", "random:2"])
 @pytest.mark.parametrize("stage", ["l1", "l2"])
 def test_persistence_changes_no_bit(stage: str, schedule: str) -> None:
-    """One CTA that walks over all tiles with overlapping accumulators gives the bits of one CTA a tile."""
+    """One CTA that processes all tiles with overlapping accumulators gives the same bits as one CTA a tile."""
     axes = f"{SMALL},stage={stage},load=skewed"
     outputs, sentence = run(case_of(axes), built(case_of(axes), ctas=1), schedule)
     assert not sentence, f"{axes} on one CTA: {sentence}"
@@ -202,18 +202,18 @@ def _tables(case: Case, topk_ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 LOADED = "tcgen05.wait::ld.sync.aligned;"
 AXES = "hidden=128,intermediate=128,num_experts=1,tokens=128,stage=l1"
-"""One tile: all 128 rows are tokens', and both halves of its columns, of HALF_N registers each."""
+"""One tile: all 128 rows belong to tokens, as do both halves of its columns, of HALF_N registers each."""
 
 
 def zeroed(ptx: str, thread: int, register: int) -> str:
-    """The kernel with one accumulator register of one thread set to zero, in both halves of the tile."""
+    """Zeroes one accumulator register of one thread, in both halves of the tile."""
     probe = f".reg .pred %probe; setp.eq.u32 %probe, %thread, {thread}; @%probe mov.f32 %acc_{register}, 0f00000000;"
     assert ptx.count(LOADED) == 1, "the epilogue loads its accumulators in one place"
     return ptx.replace(LOADED, f"{LOADED}\n{probe}")
 
 
 def changed(interleave: int, thread: int, register: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [128, intermediate] without and with the register."""
+    """Codes [128, intermediate] without and with the zeroed register."""
     case = case_of(f"{AXES},interleave={interleave}")
     program = built(case)
     codes: list[torch.Tensor] = []
@@ -229,7 +229,7 @@ def changed(interleave: int, thread: int, register: int) -> tuple[torch.Tensor, 
     [(8, 0, 0, 0), (8, 77, 8, 0), (8, 127, 21, 13), (8, 33, 31, 15), (8, 70, 127, 63), (32, 5, 33, 1), (64, 96, 64, 0)],
 )
 def test_register_is_column_and_thread_is_row(interleave: int, thread: int, register: int, activation: int) -> None:
-    """Register c belongs to activation g * (c // 2 g) + c % g of its half, whether it is the gate's or the up's."""
+    """Register c belongs to activation g * (c // 2 g) + c % g of its half, both as a gate and as an up."""
     assert activation == interleave * (register // (2 * interleave)) + register % interleave, "the table errs"
     before, after = changed(interleave, thread, register)
     others = torch.arange(len(before)) != thread

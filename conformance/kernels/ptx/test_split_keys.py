@@ -1,4 +1,4 @@
-"""Keys split over CTAs: the rule, parts that see nothing, and other plans than the rule's, which keep the laws."""
+"""Keys split over CTAs: the rule, parts that see no key, and plans other than the rule's, which keep the laws."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PARTS_OF_128 = PtxBackend("ptx-parts-of-128", 128)
 
 
 class DoubledKeys(PtxBackend):
-    """A planted fault: a part does not end where the next one begins."""
+    """A planted fault: a part runs past the start of the next one."""
 
     def build(self, case: Case, target: Target) -> Program:
-        """The program without the end of a part."""
+        """Builds the program without the end of a part."""
         program = super().build(case, target)
         ptx = program.ptx.replace("min.s32 %tile_end_key, %tile_end_key, %split_end;", "")
         assert ptx != program.ptx, "the kernel has no such instruction any more"
@@ -37,7 +37,7 @@ DOUBLED_KEYS = DoubledKeys("ptx-doubled-keys", 128)
 
 
 def named(attribute: str) -> str:
-    """The name by which a record speaks of a backend of this file."""
+    """Returns the name of a backend of this file in a record."""
     return f"{__name__}:{attribute}"
 
 
@@ -56,7 +56,7 @@ def test_the_keys_of_few_queries_are_split(t: int, s_k: int, splits: int) -> Non
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_decoding_one_sequence_fills_the_machine(target: Target) -> None:
-    """64 heads of 8 KV heads: one CTA a KV head were 8 of the machine's 132 or 148."""
+    """64 heads of 8 KV heads: one CTA a KV head would use 8 of the machine's 132 or 148 SMs."""
     case = spec_of("fmha").case(hd=128, t=1, s_k=8192, heads=64, kv_heads=8)
     attention, combine = BACKEND.build(case, target).launches
     assert attention.grid == (1, 8, 16), f"the CTAs of the keys are {attention.grid}"
@@ -107,7 +107,7 @@ def test_a_long_cache_fills_the_machine_once(text: str) -> None:
 
 
 def test_one_row_tile_of_hd_512_leaves_sms_idle() -> None:
-    """What parts write and the combine kernel reads costs more than idle SMs: 74 parts are faster than 103 were."""
+    """Writing parts and combining them costs more than idle SMs: 74 parts are faster than 103 were."""
     shape = shape_of("hd=512,t=1,s_k=32768,heads=64")
     assert part_keys_of(shape, tiling_of(shape)) == 448, "448 keys a part were measured to be the fastest"
 
@@ -129,8 +129,8 @@ def test_parts_without_a_key_count_for_nothing(target: Target, hd: int) -> None:
     assert record.status == "passed", record.sentence
 
 
-# Rows of two heads in the tile of one consumer, of two and of none; rows and parts that see no key; maxima that rise;
-# one latent tensor, read as K and as V; a consumer whose keys no row sees.
+# Rows of two heads in the tile of one consumer, of two and of none; rows and parts that see no key; rising maxima; one
+# latent tensor, read as K and as V; a consumer whose keys no row sees.
 @pytest.mark.parametrize(
     "text",
     [
@@ -149,7 +149,7 @@ def test_two_consumers_give_attention(text: str, schedule: str) -> None:
     assert record.status == "passed", record.sentence
 
 
-# Keys that a window hides, in the first turn and in the last; two heads of a KV head; maxima that differ by warp; one
+# Keys hidden by a window, in the first and in the last round; two heads of a KV head; maxima that differ by warp; one
 # latent tensor; no lse.
 @pytest.mark.parametrize(
     "text",
@@ -201,7 +201,8 @@ def test_a_planted_fault_on_sm_90a_is_noticed(name: str) -> None:
     assert noticed, f"{name}: no schedule of {', '.join(SCHEDULES)} noticed"
 
 
-# Ragged keys; rows of several heads in one tile; rows that see no key of a part; more queries than the rule splits for.
+# A partial key tile; rows of several heads in one tile; rows that see no key of a part; more queries than the rule
+# splits.
 @pytest.mark.parametrize(
     ("target", "law", "text"),
     [

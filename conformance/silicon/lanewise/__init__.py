@@ -1,1 +1,1 @@
-"""Every lane-wise spelling that ptxas takes for sm_90a, on values drawn from a seed: what an H200 made of them."""
+"""An H200's results for every lane-wise spelling that ptxas takes for sm_90a, on values drawn from a seed."""

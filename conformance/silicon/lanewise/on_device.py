@@ -1,10 +1,11 @@
-"""Asks an H200: runs every kept program that has no answer yet, and writes what it answered.
+"""Runs every kept program without an answer on an H200, and writes the answers.
 
-Three steps, as the device machine has neither a network nor the virtual machine:
-`python -m conformance.silicon.lanewise.on_device pack FOLDER` writes PTX and operands, and there
-`python3 FOLDER/ask.py FOLDER OUT` assembles with that machine's ptxas, launches, and writes OUT/answers.npz;
-`python -m conformance.silicon.lanewise.on_device merge OUT` adds those answers to the ones here.
-ask.py is this file: it needs NumPy, torch and the driver alone.
+The device machine has neither a network nor the virtual machine, so there are three steps:
+    python -m conformance.silicon.lanewise.on_device pack FOLDER    # here: writes PTX and operands
+    python3 FOLDER/ask.py FOLDER OUT                                # there: assembles, launches; OUT/answers.npz
+    python -m conformance.silicon.lanewise.on_device merge OUT      # here: adds those answers to the ones here
+
+ask.py is this file: it needs only NumPy, torch and the driver.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ANSWERS = Path(__file__).parent / "answers.npz"
 
 
 def pack(folder: Path) -> None:
-    """PTX modules, their entries by module, and the operands of each."""
+    """Writes PTX modules, their entries by module, and the operands of each."""
     from conformance.silicon.lanewise.programs import HEAD, kept, kernel, operands
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +42,7 @@ def pack(folder: Path) -> None:
 
 
 def merge(out: Path) -> None:
-    """Add the answers of OUT to those that are here, and list their opcodes as witnessed."""
+    """Adds the answers of OUT to the ones here, and lists their opcodes as witnessed."""
     from backends.vm.coverage import MEASURED
 
     answers = {**dict(np.load(ANSWERS)), **dict(np.load(out / "answers.npz"))}
@@ -52,12 +53,12 @@ def merge(out: Path) -> None:
 
 
 def narrowed(result: np.ndarray) -> np.ndarray:
-    """In the narrowest unsigned type that holds every value."""
+    """Casts to the narrowest unsigned type that holds every value."""
     return result.astype(np.min_scalar_type(int(result.max())))
 
 
 def ask(folder: Path, out: Path) -> None:
-    """Run on a machine with a device: one launch a program, 512 threads."""
+    """Runs the programs on a machine with a device: one launch a program, 512 threads."""
     import torch
 
     driver = ctypes.CDLL("libcuda.so.1")

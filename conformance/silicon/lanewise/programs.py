@@ -1,4 +1,5 @@
-"""Programs for lane-wise spellings: one kernel each, which applies the instruction to its operands, a thread a value.
+"""Programs for lane-wise spellings: each kernel applies one instruction to its operands, with one thread for each
+value.
 
 `python -m conformance.silicon.lanewise.programs` draws spellings of every lane-wise form, and adds those that are new
 and that ptxas takes for sm_90a to programs.json. They need answers: see conformance/silicon/README.md.
@@ -41,14 +42,14 @@ WIDTH: Final[Mapping[str, int]] = {
     **dict.fromkeys(("amount", "lane", "few", "bit", "nth"), 32),
     **dict.fromkeys(("s64", "u64", "b64", "f64", "f32x2", "few64"), 64),
 }
-"""Bits of a type, and of the kinds of operands that have ranges of their own."""
+"""Bits of each type, and of each kind of operand with its own range."""
 # Bits, exponent bits, mantissa bits, bias.
 _FLOATS: Final = {"f16": (16, 5, 10, 15), "bf16": (16, 8, 7, 127), "f32": (32, 8, 23, 127), "f64": (64, 11, 52, 1023)}
 _PAIRS: Final = {"f16x2": ("f16", 16), "bf16x2": ("bf16", 16), "f32x2": ("f32", 32)}
 
 
 def operand(kind: str, opcode: str, place: int) -> Words:
-    """The operand of `kind` at `place` of the program `opcode`."""
+    """Returns the operand of `kind` at `place` of the program `opcode`."""
     draw = np.random.default_rng([11, crc32(opcode.encode()), place])
     if kind in _PAIRS:
         half, shift = _PAIRS[kind]
@@ -94,14 +95,14 @@ def _integers(bits: int, draw: np.random.Generator) -> Words:
 
 
 def _amounts(draw: np.random.Generator) -> Words:
-    """Shift amounts, positions and lengths: 0 to 255, where PTX defines them for every instruction."""
+    """Shift amounts, positions and lengths from 0 to 255; PTX defines these for every instruction."""
     return np.where(draw.integers(0, 4, COUNT) < 3, draw.integers(0, 70, COUNT), draw.integers(0, 256, COUNT)).astype(
         np.uint64
     )
 
 
 def _few(draw: np.random.Generator) -> Words:
-    """Values that several lanes of a warp share; in half of the warps, all of a half-warp."""
+    """Values that several lanes of a warp share; in half of the warps, whole half-warps share one."""
     shared = np.repeat(draw.integers(0, 3, COUNT // 16), 16)
     mixed = np.repeat(draw.integers(0, 2, COUNT // 32), 32)
     return (shared + draw.integers(0, 2, COUNT) * mixed).astype(np.uint64)
@@ -121,7 +122,7 @@ FILE: Final = SILICON / "lanewise" / "programs.json"
 HEAD: Final = ".version 8.6\n.target sm_90a\n.address_size 64\n"
 SPELLINGS_A_FORM: Final = 16
 VIDEO_SPELLINGS: Final = 4
-"""They take the machine ten times as long as others."""
+"""Fewer, because these instructions take the machine ten times as long as others."""
 BLOCK: Final = 128
 _FAMILIES: Final = (
     "integer", "float32", "float64_ops", "half_ops", "compare", "convert_ops", "move", "warp_ops", "carry", "video",
@@ -138,9 +139,9 @@ _BINARY: Final = ("add", "sub", "mul", "div", "rem", "min", "max", "and", "or", 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`text` applies `opcode` to %a, %b, %c, %e and the predicates %q, %q3, and writes %d, and %q2 where it says so.
+    """`text` applies `opcode` to %a, %b, %c, %e and the predicates %q, %q3, and writes %d; some texts also write %q2.
 
-    `destination` is a type or "pred"; `sources` are types or kinds of values.WIDTH.
+    `destination` is a type or "pred"; `sources` are types or kinds of WIDTH.
     """
 
     opcode: str
@@ -165,7 +166,7 @@ def operands(program: Program) -> list[Words]:
 
 
 def vm_answers(program: Program) -> Words:
-    """uint64 [COUNT]: what the machine writes."""
+    """uint64 [COUNT]: the machine's results."""
     machine, result = Machine(), np.zeros(COUNT, np.uint64)
     arrays = [*operands(program), result]
     params = [
@@ -177,7 +178,7 @@ def vm_answers(program: Program) -> Words:
 
 
 def kernel(program: Program) -> str:
-    """The entry: parameters are the addresses of the operands and of the result."""
+    """The PTX entry; its parameters are the addresses of the operands and of the result."""
     names = _SOURCES[: len(program.sources)]
     lines = [
         f".visible .entry {program.entry}({', '.join(f'.param .u64 p{name}' for name in [*names, 'd'])})",
@@ -216,7 +217,7 @@ def _widened(kind: str) -> str:
 
 
 def program_of(parts: Sequence[str], draw: random.Random) -> Program | None:
-    """A program for one spelling; None for what is not lane-wise or needs another kernel."""
+    """Returns a program for one spelling; None if it is not lane-wise or needs another kernel."""
     made = applied(parts, draw)
     if made is None:
         return None
@@ -226,7 +227,7 @@ def program_of(parts: Sequence[str], draw: random.Random) -> Program | None:
     opcode = ".".join(parts)
     text = f"{opcode} {arguments};"
     if parts[0] in _CARRIES or "cc" in parts:
-        # The carry comes from a, and what is carried out is added to the result.
+        # The carry in comes from a, and the carry out is added to the result.
         bits = parts[-1][1:]
         before = f"add.cc.u{bits} %d, %a, %a; " if parts[0] in _CARRIES else ""
         after = f" addc.u{bits} %d, %d, 0;" if "cc" in parts else ""
@@ -235,7 +236,7 @@ def program_of(parts: Sequence[str], draw: random.Random) -> Program | None:
 
 
 def applied(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str], str] | None:
-    """Destination, sources and the instruction's arguments; None for what is not lane-wise."""
+    """Destination, sources and the instruction's arguments; None if it is not lane-wise."""
     op, last = parts[0], parts[-1]
     third = ", %q" if any(word in parts for word in _BOOLEANS) else ""
     if op == "set":
@@ -294,7 +295,7 @@ def applied(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str], 
 
 
 def _video(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str], str]:
-    """Of the selectors that an instruction may have, some."""
+    """Draws some of the selectors that an instruction may have."""
     many = next((count for count in (2, 4) if parts[0].endswith(str(count))), 0)
     if many:
         digits, mask = ("0123", ("h0", "h1", "h10")) if many == 2 else ("01234567", ("b0", "b21", "b3210", "b30"))
@@ -337,7 +338,7 @@ def _exchanged(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str
 
 
 def drawn() -> Iterator[Program]:
-    """Up to SPELLINGS_A_FORM spellings of each form, the same ones for the same form; then matrices."""
+    """Up to SPELLINGS_A_FORM spellings of each form, the same ones in every run; then matrices."""
     yield from matrix_programs()
     seen: set[str] = set()
     for form in all_forms():
@@ -361,7 +362,7 @@ def _spellings(form: Form, draw: random.Random) -> list[list[str]]:
     return [[word for word in words if word] for words in picked]
 
 
-# Products of matrices of one warp: their registers are made of the operands, and D is folded into one word.
+# Products of one warp's matrices: the operands fill their registers, and D is folded into one word.
 
 
 _MADE: Final = "mov.b32 %x0, %a; mov.b32 %x1, %b; mov.b32 %x2, %c; mov.b32 %x3, %e;"
@@ -372,7 +373,7 @@ def _vector(name: str, start: int, count: int) -> str:
 
 
 def _integer_matrices(opcode: str, a: int, b: int, c: int) -> Program:
-    """Registers of any bits: words and their mixtures."""
+    """Registers of any bits: words and mixtures of them."""
     made = " ".join(f"mad.lo.u32 %x{i}, %x{i - 4}, 0x9E3779B1, %x{(i - 1) % 4};" for i in range(4, a + b + c))
     folded = " ".join(f"mad.lo.u32 %x0, %x0, 31, %y{i};" for i in range(c))
     text = (
@@ -383,7 +384,7 @@ def _integer_matrices(opcode: str, a: int, b: int, c: int) -> Program:
 
 
 def _double_matrices(opcode: str, a: int, b: int, c: int) -> Program:
-    """Doubles made of integers of up to 31 bits, so that products and sums are rounded."""
+    """Doubles made from integers of up to 31 bits, so that products and sums are rounded."""
     made = " ".join(f"mad.lo.s32 %x{i}, %x{i - 4}, 0x9E3779B1, %x{(i - 1) % 4};" for i in range(4, a + b + c))
     doubles = " ".join(f"shr.s32 %x{i}, %x{i}, {i % 7}; cvt.rn.f64.s32 %z{i}, %x{i};" for i in range(a + b + c))
     folded = " ".join(f"mov.b64 %i, %y{i}; mad.lo.u64 %d, %d, 31, %i;" for i in range(c))
@@ -413,7 +414,7 @@ def _quarter_matrices(opcode: str, d: int, c: int) -> Program:
 
 
 def matrix_programs() -> Iterator[Program]:
-    """mma.sync of the types that are exact, or rounded in one order, on an H200."""
+    """mma.sync of types whose result on an H200 is exact, or rounded in one order."""
     integers = {
         "m8n8k16.row.col.s32.u8.s8.s32": (1, 1, 2), "m8n8k16.row.col.satfinite.s32.s8.s8.s32": (1, 1, 2),
         "m8n8k32.row.col.s32.u4.s4.s32": (1, 1, 2), "m8n8k32.row.col.satfinite.s32.s4.u4.s32": (1, 1, 2),
@@ -446,7 +447,7 @@ def ptxas_takes(program: Program) -> bool:
 
 
 def main() -> None:
-    """Keep what is kept, and add what ptxas takes of what is new."""
+    """Adds the new programs that ptxas takes to the kept ones."""
     held = {program.opcode: program for program in kept()}
     candidates = [program for program in drawn() if program.opcode not in held]
     with ThreadPoolExecutor(2) as pool:

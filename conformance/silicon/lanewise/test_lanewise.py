@@ -1,4 +1,4 @@
-"""The machine gives an H200's bits for every lane-wise spelling that was asked."""
+"""The machine gives an H200's bits for every lane-wise spelling that was run there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ DIFFERS = {
     "vshl.s32.s32.u32.sat.wrap.max": _SHIFTED,
     "vshl.s32.s32.u32.sat.wrap.min": _SHIFTED,
 }
-"""Programs where the machine follows the ISA and ptxas 13.0, which makes other instructions of these, does not."""
+"""Programs where the machine follows the ISA and ptxas 13.0 does not, because it translates these to other
+instructions."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def _quiet() -> Iterator[None]:
 
 
 def difference(program: Program) -> str | None:
-    """A sentence on the first value that differs from the H200's; None if none does."""
+    """Describes the first value that differs from the H200's; None if none does."""
     got, wanted = vm_answers(program), ANSWERS[program.opcode]
     at = np.flatnonzero(got != wanted)
     if not len(at):

@@ -1,2 +1,2 @@
-"""Whole programs: one for each form that is not lane-wise, and random ones;
-what an H200 and the machine make of them."""
+"""Whole programs, one for each form that is not lane-wise and random ones; an H200 and the machine must leave the
+same."""

@@ -1,10 +1,11 @@
-"""What ptxas 13.0 makes of a drawn program where that is not what the program says.
+"""What ptxas 13.0 makes of a drawn program when it departs from the program.
 
-These departures were found because an H200 left other bytes than the machine. Each is a change of the program's text; a
-program that leaves the H200's bytes once it is changed is explained: hashes meet by chance once in 2^64 trials.
-Rare departures, of which a place or two have to be searched, are in rewrites.py, reused.py and by_hand.py.
-This says what ptxas does to the random programs. It is no model of ptxas.
-`python -m conformance.silicon.whole.as_ptxas NUMBER ..` says it of programs that drawn.npz has.
+These departures were found because an H200 left other bytes than the machine. Each is a change of the program's text. A
+program that leaves the H200's bytes once it is changed is explained: hashes meet by chance once in 2^64 trials. Rare
+departures, for which a place or two have to be searched, are in rewrites.py, reused.py and by_hand.py. This describes
+what ptxas does to the random programs. It is no model of ptxas.
+
+`python -m conformance.silicon.whole.as_ptxas NUMBER ..` prints it for programs of drawn.npz.
 """
 
 from __future__ import annotations
@@ -56,30 +57,30 @@ _NOT_PURE = re.compile(
 )
 _MOST_PLACES: Final = 8
 _NOT_EVERYWHERE: Final = (REUSED, TWICE)
-"""Found at some places, and wrong at the others: what is tried next has none of it."""
+"""True at some places and wrong at others, so later changes are tried without them."""
 Key = tuple[str, str]
 Change = Callable[[str, frozenset[int] | None], tuple[str, int]]
-"""Text, and which of its places are changed (None: all), to the changed text and the number of places."""
+"""Text, and which of its places to change (None: all), to the changed text and the number of places."""
 
 
 def dropped_guard(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
-    """At all levels, by ptxas 13.5 too."""
+    """At all levels, also in ptxas 13.5."""
     return _substituted(_GUARDED_TESTP, r"\1", text, only)
 
 
 def kept_nan(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
-    """With -O3 and -O1, which make a select of |a| (FSEL) of it: NaN should become 0x7fffffff."""
+    """With -O3 and -O1, which turn it into a select of |a| (FSEL): NaN should become 0x7fffffff."""
     return _substituted(_GUARDED_ABS, r"\1 and.b32 \2, \3, 0x7FFFFFFF;", text, only)
 
 
 def same_min(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
-    """With -O3 and -O1, which take a for min(a, a): NaN should become 0x7fffffff."""
+    """With -O3 and -O1, which replace min(a, a) by a: NaN should become 0x7fffffff."""
     return _substituted(_SAME_MIN, r"mov.b\1 \2, \3;", text, only)
 
 
 def converted(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
-    """At all levels, by ptxas 13.0; mended in 13.5. It knows the type of a register's last result in a basic block, and
-    takes the store of fewer bits of an f32 for a conversion, with saturation and towards zero."""
+    """At all levels of ptxas 13.0; fixed in 13.5. It knows the type of a register's last result in a basic block, and
+    treats a narrow store of an f32 as a conversion, with saturation and towards zero."""
     singles, places, out = set[str](), 0, list[str]()
     for piece in PIECE.findall(text):
         found = INSTRUCTION.match(piece)
@@ -109,7 +110,7 @@ def _leaves_single(opcode: str) -> bool:
 
 
 def halves(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
-    """With -O3 and -O1: what abs.f32 or saturation left has no sign, of which an f16x2 has two."""
+    """With -O3 and -O1: a result of abs.f32 or saturation counts as having no sign, but an f16x2 has two."""
     return _by_last_result(_ABS_OF_HALVES, re.compile(r"abs\.f32|\S*\.sat\S*\.f32"), "mov.b32", text, only)
 
 
@@ -134,7 +135,7 @@ def twice(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
 def _by_last_result(
     what: re.Pattern[str], last: re.Pattern[str], by: str, text: str, only: frozenset[int] | None
 ) -> tuple[str, int]:
-    """`what`, an instruction of one operand, becomes `by` where the operand's last result is of opcode `last`."""
+    """Replaces `what`, an instruction of one operand, by `by` if the operand's last result has opcode `last`."""
     opcodes, places, out = dict[str, str](), 0, list[str]()
     for piece in PIECE.findall(text):
         found = INSTRUCTION.match(piece)
@@ -149,7 +150,7 @@ def _by_last_result(
 
 
 def swapped(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
-    """With -O3 and -O1: which NaN is left is the first operand's."""
+    """With -O3 and -O1: the result is the first operand's NaN."""
     return _substituted(_DOUBLES, r"\1.f64 \2, \4, \3", text, only)
 
 
@@ -165,7 +166,7 @@ def _substituted(pattern: re.Pattern[str], by: str, text: str, only: frozenset[i
 
 @dataclass
 class _Values:
-    """Numbers of the values in registers as ptxas sees them, and the expressions that it has at hand.
+    """Value numbers of registers as ptxas sees them, and its available expressions.
 
     `at_hand`: where an expression was computed, the register that keeps it, the number of its value.
     """
@@ -185,7 +186,7 @@ class _Values:
         return self.numbers[register]
 
     def join(self, branch: int) -> None:
-        """Paths meet that parted at `branch`: what was computed since is not at hand."""
+        """Paths that parted at `branch` meet: expressions computed since are not available."""
         self.at_hand = {key: one for key, one in self.at_hand.items() if one[0] < branch}
         for register in {register for at, register in self.defined if at > branch}:
             self.numbers[register] = next(self.fresh)
@@ -237,7 +238,7 @@ def reused(text: str, only: frozenset[int] | None = None) -> tuple[str, int]:
 
 
 def _meet(values: _Values, pieces: list[str], label: int, parted: dict[str, int]) -> None:
-    """At a label: a loop's registers have any turn's values, and paths that parted before meet."""
+    """At a label: a loop's registers have values of any iteration, and paths that parted before meet."""
     name = pieces[label][:-1]
     back = [at for at in range(label, len(pieces)) if re.search(rf"\bbra {name}\b", pieces[at])]
     for piece in pieces[label : back[-1]] if back else ():
@@ -258,7 +259,7 @@ def _stale(values: _Values, since: int, operands: str) -> bool:
 
 
 def departures(number: int) -> Iterator[tuple[str, Drawn]]:
-    """What ptxas may have made of program `number`, with what was changed last; those of most changes first."""
+    """Yields what ptxas may have made of program `number`, with the name of the last change."""
     program, level = drawn(number), level_of(number)
     text = program.text
     changes: list[tuple[str, Change]] = [(DROPPED_GUARD, dropped_guard), (CONVERTED, converted)]
@@ -290,7 +291,7 @@ def _some(change: Change, text: str) -> Iterator[str]:
 
 
 def explained(number: int, left: int) -> str:
-    """What ptxas did, if the machine then leaves what the H200 left, whose hash is `left`; else ""."""
+    """Names what ptxas did, if the machine then leaves the H200's output, whose hash is `left`; else ""."""
     for name, changed in departures(number):
         with suppress(Fault, UnknownInstructionError):
             if answer(changed, schedule_of(number)).hash == left:
@@ -299,7 +300,7 @@ def explained(number: int, left: int) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """See above. 1 if no change is known of one."""
+    """Runs the command line; see the module. Returns 1 if some program has no known change."""
     held, unknown = DrawnAnswers.read(DRAWN), 0
     with np.errstate(all="ignore"):
         for number in map(int, arguments):

@@ -1,6 +1,6 @@
-"""What ptxas 13.0 made of single random programs, by their SASS: changes of their text that no rule here finds.
+"""Changes that ptxas 13.0 made to single random programs, read from their SASS; no rule here finds them.
 
-Changed so, each leaves the H200's bytes in the machine. %l1 counts the turns of a loop down.
+Changed like this, each program leaves the H200's bytes in the machine. %l1 counts a loop's iterations down.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ ONE_COMPARISON: Final = "comparisons of two turns of an unrolled loop become one
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
-    """Of program `number`: what stands once in its text, and what instead."""
+    """Changes of program `number`: parts that occur once in its text, and their replacements."""
 
     number: int
     fault: str
     changes: tuple[tuple[str, str], ...]
 
     def changed(self, text: str) -> str:
-        """ValueError where a part does not stand once."""
+        """Returns the changed text. ValueError unless each part occurs exactly once."""
         for old, new in self.changes:
             if text.count(old) != 1:
                 raise ValueError(
@@ -44,7 +44,7 @@ _LANES_OF_TURNS = "".join(
 _NEXT_TURN = "add.u32 %turn, %turn, 1; mov.u32 %next, 0; " + "".join(
     f"setp.eq.u32 %go, %turn, {turn}; selp.b32 %next, %of{turn}, %next, %go; " for turn in (2, 3, 4)
 )
-"""%next: the lanes whose loops have a next turn."""
+"""Sets %next: the lanes whose loops have a next iteration."""
 
 BY_HAND: Final = (
     ByHand(

@@ -1,4 +1,4 @@
-"""Programs of copies: cp.async, bulk copies and reductions, those of a cluster, and tensor copies of TMA."""
+"""Programs of copies: cp.async, bulk copies and reductions, copies within a cluster, and tensor copies of TMA."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from conformance.silicon.whole.programs import ANOTHER, FILL, LONGS, SLOT, WORDS
 
 
 def copy_programs() -> Iterator[Whole]:
-    """cp.async: sizes, zeros behind a shorter source, hints, groups, and arrivals at an mbarrier."""
+    """cp.async: sizes, zero fill after a shorter source, hints, groups, and arrivals at an mbarrier."""
     variants = [
         "ca.shared.global [%r40], [%d20], 4;",
         "ca.shared::cta.global [%r40], [%d20], 8;",
@@ -115,7 +115,7 @@ _APART = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 _SHOWN = (
     f"shl.b32 %r9, %tx, 4; add.u32 %r9, %r9, %r30; ld.shared.v2.b64 {{%d1, %d2}}, [%r9]; {_APART} {kept('%d1', '%d2')}"
 )
-"""16 bytes of `tile` a thread, kept; no CTA ends before all have come here."""
+"""Stores 16 bytes of `tile` a thread; no CTA ends before all have arrived here."""
 
 
 _LANES = {
@@ -128,14 +128,15 @@ _LANES = {
         "and.b32 %r20, %r20, 1; setp.ne.u32 %p2, %r20, 0;",
     ),
 }
-"""By what issues a copy: its guard, and what makes that and %p2, which says the same."""
+"""By issuing lanes: the copy's guard, and the code that sets the guard and an equal %p2."""
 
 
 def issued_programs() -> Iterator[Whole]:
-    """Reductions of equal operands that several lanes of a warp issue: one for each of these lanes, as sums tell.
+    """Reductions that several lanes of a warp issue with equal operands: sums show one reduction for each of these
+    lanes.
 
-    Loads leave nothing that tells, and are not awaited before the next one writes the same bytes; an mbarrier that
-    expects one of them never opens.
+    Loads are left out: they leave no trace, and are not awaited before the next one writes the same bytes; an mbarrier
+    that expects one of them never opens.
     """
     tensor = TiledMap("u32", (1024, 4), (4096,), (16, 4), over_output=True)
     for who, (guard, choice) in _LANES.items():
@@ -166,7 +167,7 @@ cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;""",
 
 
 def cluster_programs() -> Iterator[Whole]:
-    """CTAs of a cluster: addresses, stores, reductions and copies into the next one's shared memory."""
+    """CTAs of a cluster: addresses, stores, reductions and copies into the next CTA's shared memory."""
     for arrive, wait in (
         (".release.aligned", ".acquire.aligned"),
         ("", ""),
@@ -292,11 +293,11 @@ def tensor_programs() -> Iterator[Whole]:
 
 
 _BYTES = {"u8": 1, "u16": 2, "f16": 2, "bf16": 2, "f64": 8, "u64": 8, "s64": 8}
-"""Of an element, where they are not 4."""
+"""Bytes of an element, if not 4."""
 
 
 def _tiles() -> list[tuple[TiledMap, tuple[int, ...]]]:
-    """Maps, and where a box of each begins."""
+    """Maps, and the origin of a box of each."""
     tiles: list[tuple[TiledMap, tuple[int, ...]]] = []
     for swizzle in ("none", "32B", "64B", "128B"):
         for dtype in ("u8", "u16", "f32", "u64", "s32", "bf16", "f16", "f64", "s64"):
@@ -339,7 +340,7 @@ _REDUCTIONS: dict[str, tuple[str, ...]] = {
     "f32": ("add",),
     "f64": ("add",),
 }
-"""What stores to a tensor of each dtype are tried with, beside a plain one."""
+"""Reductions to try on a tensor of each dtype, beside a plain store."""
 
 
 def _tile_programs() -> Iterator[Whole]:
@@ -454,7 +455,7 @@ def _positions(at: Sequence[int]) -> str:
 
 
 def _box_bytes(tensor_map: TiledMap) -> int:
-    """Bytes that a copy brings to shared memory; of an im2col map, for each pixel."""
+    """Bytes that a copy brings to shared memory; for an im2col map, bytes of each pixel."""
     size = _BYTES.get(tensor_map.dtype, 4)
     steps = tensor_map.element_strides or (1,) * len(tensor_map.box)
     for extent, step in zip(tensor_map.box, steps, strict=False):

@@ -1,8 +1,8 @@
-"""Random programs on the machine, beside what an H200 left: `python -m conformance.silicon.whole.differential --help`.
+"""Compares random programs on the machine with an H200: `python -m conformance.silicon.whole.differential --help`.
 
-The machine's hashes go to a folder, 250 programs a file, so that a run can be stopped and taken up again. Beside what
-an H200 left (drawn.npz, of merge.py) it says how many programs agree, which do not, and what the machine found. Of
-those that do not, it says which do once their text is changed as ptxas 13.0 changed it (as_ptxas.py).
+The machine's hashes go to a folder, 250 programs a file, so that a run can be stopped and resumed. Compared with the
+H200's hashes (drawn.npz, of merge.py), it prints how many programs agree, which do not, and the machine's findings. Of
+those that do not, it prints which agree once their text is changed as ptxas 13.0 changed it (as_ptxas.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from conformance.silicon.whole.on_machine import answer, schedule_of
 
 
 def machine_hash(number: int) -> tuple[int, str]:
-    """The hash of what program `number` leaves, and the first thing that the machine found, "" for nothing."""
+    """Returns the hash of program `number`'s output, and the machine's first finding, "" for none."""
     try:
         left = answer(drawn(number), schedule_of(number))
     except (Fault, UnknownInstructionError) as error:
@@ -34,7 +34,7 @@ def machine_hash(number: int) -> tuple[int, str]:
 
 
 def _some(folder: Path, first: int) -> list[str]:
-    """The file of the programs from `first` on, unless it is there; what was found."""
+    """Writes the file of the programs from `first` on, unless it exists; returns findings."""
     file = folder / f"{first}.npy"
     if file.exists():
         return []
@@ -45,7 +45,7 @@ def _some(folder: Path, first: int) -> list[str]:
 
 
 def run(folder: Path, first: int, count: int, jobs: int) -> list[str]:
-    """The machine's hashes of `count` programs from `first` on, to `folder`; what it found in them."""
+    """Writes the machine's hashes of `count` programs from `first` on to `folder`; returns its findings."""
     folder.mkdir(parents=True, exist_ok=True)
     found: list[str] = []
     with ProcessPoolExecutor(jobs, initializer=os.nice, initargs=(10,)) as pool:
@@ -55,14 +55,14 @@ def run(folder: Path, first: int, count: int, jobs: int) -> list[str]:
 
 
 def both(folder: Path, held: DrawnAnswers) -> Iterator[tuple[int, Hashes, Hashes]]:
-    """For each module that both have: its first number, and the machine's and the H200's hashes."""
+    """Yields the modules that both have: the first number, the machine's hashes and the H200's."""
     for first, theirs in held.modules.items():
         if (mine := folder / f"{first}.npy").exists():
             yield first, np.load(mine), theirs
 
 
 def main() -> None:
-    """See above."""
+    """Runs the command line; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the machine's hashes are, or go")
     parser.add_argument("--run", nargs=2, type=int, metavar=("FIRST", "COUNT"), help="multiples of 250")

@@ -4,11 +4,11 @@ A program is one CTA of four to six warps: at least MIN_INSTRUCTIONS instruction
 global and local memory, barriers, shuffles and votes; every tenth one also wgmma or a copy by TMA. Each thread begins
 with words of INPUT in its registers and ends by storing all of them, so that one wrong bit shows.
 
-What keeps the behaviour defined: every register and byte is written before it is read; a thread writes its own slot of
-shared memory, and what others wrote is read between two barriers; results of atomics on shared cells are dropped, those
-on a thread's own cell are used; floating-point instructions spell their rounding, so that ptxas contracts nothing;
-shifts of bit fields stay below 32, divisors are odd; a shuffle with a partial mask reads lanes of the mask.
-This file needs the standard library alone: the device machine draws the same programs.
+Behaviour stays defined as follows: every register and byte is written before it is read; a thread writes its own slot
+of shared memory, and reads the slots of others between two barriers; results of atomics on shared cells are dropped,
+while those on a thread's own cell are used; floating-point instructions spell their rounding, so that ptxas contracts
+nothing; shifts of bit fields stay below 32, divisors are odd; a shuffle with a partial mask reads lanes of the mask.
+This file needs only the standard library: the device machine draws the same programs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIN_INSTRUCTIONS: Final = 100
 INPUT_WORDS: Final = 2048
 """32-bit words of INPUT, which every program reads: 64 rows of 32."""
 OUTPUT_BYTES: Final = 24576
-"""A program's own: its registers, 96 bytes a thread, then THREAD_CELLS, CELLS and COPIED."""
+"""A program's own bytes: its registers, 96 bytes a thread, then THREAD_CELLS, CELLS and COPIED."""
 THREADS_MOST: Final = 192
 SLOT: Final = 16
 _DUMP: Final = 96
@@ -113,7 +113,7 @@ sub.cc.u32 d, a, b; subc.cc.u32 e, c, a; subc.u32 d, d, e|mad.lo.cc.u32 d, a, b,
         "\n", "|"
     ).split("|")
 )
-# "%" parts these, as "|" stands between two results.
+# "%" separates these, because "|" stands between two results.
 _PREDICATES: Final = tuple(
     """setp.lt.s32 p, a, b%setp.ne.u32 p, a, b%setp.hi.u32 p, a, b%setp.ge.and.s32 p, a, b, q
 setp.eq.xor.u32 p|q, a, i, r%setp.lt.f32 p, a, b%setp.gtu.ftz.f32 p, a, b%setp.num.or.f32 p, a, b, q%setp.gt.u64 p, A, B
@@ -126,7 +126,7 @@ _REGISTERS: Final = 12
 _WIDE: Final = 4
 _ENOUGH: Final = 150
 _LIMIT: Final = 300
-"""Instructions of the drawn part that a warp runs, loops counted: more would not fit 100,000 programs into minutes."""
+"""Instructions of the drawn part that a warp runs, with loops: more would not fit 100,000 programs into minutes."""
 _FRAME: Final = 50
 """Instructions before and after the drawn part."""
 _Choice = TypeVar("_Choice")
@@ -146,7 +146,8 @@ LOW: sub.s32 %x, %y, %x; st.param.b32 [out], %x; ret; }
 
 @dataclass
 class _Text:
-    """The body of one program while it is drawn. `turns`: how often a warp runs what is drawn now; `cost`: so far."""
+    """The body of one program while it is drawn. `turns`: how often a warp runs the part being drawn; `cost`: so
+    far."""
 
     draw: Random
     warps: int
@@ -159,7 +160,7 @@ class _Text:
     static: int = 0
 
     def below(self, count: int) -> int:
-        """0 to `count` - 1, of the same bits on every Python."""
+        """Draws 0 to `count` - 1, from the same bits on every Python."""
         return self.draw.getrandbits(30) % count
 
     def pick(self, choices: Sequence[_Choice]) -> _Choice:
@@ -187,8 +188,8 @@ class _Text:
 
 
 def _filled(text: _Text, template: str) -> str:
-    """The letters of a template as registers: d e a b c of 32 bits, D A B C of 64, p q r predicates;
-    n, m, i numbers."""
+    """Replaces the letters of a template by registers: d e a b c of 32 bits, D A B C of 64, p q r predicates; n, m, i
+    numbers."""
     first, predicate = text.below(_REGISTERS), text.below(4)
     known = {
         "d": f"%r{first}",
@@ -224,7 +225,7 @@ def _plain(text: _Text) -> None:
 
 
 def _divided(text: _Text) -> None:
-    """Divisors are odd and, of signed numbers, positive."""
+    """Divides by an odd number, which is positive if signed."""
     d, a, b = text.word(), text.word(), text.word()
     op, sign = text.pick(("div", "rem")), text.pick("us")
     mask = "0x7FFFFFFF" if sign == "s" else "0xFFFFFFFF"
@@ -239,12 +240,12 @@ def _called(text: _Text) -> None:
 
 
 def _index(text: _Text, bytes_: int, align: int) -> None:
-    """%t1: an offset below `bytes_`, a power of two, that a register gives; a multiple of `align`."""
+    """Sets %t1 from a register: an offset below `bytes_`, a power of two; a multiple of `align`."""
     text.add(f"shr.u32 %t1, {text.word()}, {text.below(20)}; and.b32 %t1, %t1, {bytes_ - align};")
 
 
 def _read(text: _Text, space: str, address: str) -> None:
-    """A load of up to 16 bytes at `address`, which is a multiple of 16 and reads 16 defined bytes."""
+    """A load of up to 16 bytes at `address`, a multiple of 16 with 16 defined bytes."""
     r, wide = text.below(_REGISTERS), text.below(_WIDE - 1)
     four = ", ".join(f"%r{(r + i) % _REGISTERS}" for i in range(4))
     nc = text.pick(("", ".nc")) if space == "global" else ""
@@ -327,14 +328,14 @@ def _own_atomic(text: _Text) -> None:
 
 
 def _shared_count(text: _Text) -> None:
-    """Sums of the whole CTA, which nobody reads before the end."""
+    """Sums over the whole CTA, which nobody reads before the end."""
     text.add(f"and.b32 %t1, {text.word()}, 60; cvt.u64.u32 %u1, %t1; add.u64 %u1, %u1, %cells;")
     guard = text.pick(("", f"@{text.predicate()} "))
     text.add(f"{guard}red.global.add.u32 [%u1], {text.word()};")
 
 
 def _copied_in(text: _Text) -> None:
-    """cp.async into the own slot, waited for."""
+    """cp.async into the thread's own slot, awaited."""
     size = text.pick((4, 8, 16))
     _index(text, 4 * INPUT_WORDS, 16)
     text.add("cvt.u64.u32 %u1, %t1; add.u64 %u1, %u1, %in;")
@@ -346,7 +347,7 @@ def _copied_in(text: _Text) -> None:
 
 
 def _branch(text: _Text) -> None:
-    """Lanes part at a predicate, and meet again."""
+    """Lanes diverge at a predicate, and meet again."""
     other, end = text.label(), text.label()
     text.add(f"@{text.pick(('', '!'))}{text.predicate()} bra {other};")
     _some(text, _LANE, 1 + text.below(2))
@@ -371,7 +372,7 @@ def _switch(text: _Text) -> None:
 
 
 def _loop(text: _Text, inside: Sequence[Callable[[_Text], None]], *, by_lane: bool) -> None:
-    """Two to four turns, of each lane as many as a register of its own says if `by_lane`; some leave early."""
+    """Two to four iterations; if `by_lane`, each lane has its own number, from a register, and some leave early."""
     counter, again, end = f"%l{text.depth}", text.label(), text.label()
     turns = 2 + text.below(3)
     if by_lane:
@@ -400,7 +401,7 @@ def _cta_loop(text: _Text) -> None:
 
 
 def _of_some_warps(text: _Text) -> None:
-    """Whole warps part, by their numbers."""
+    """Whole warps diverge, by their numbers."""
     end = text.label()
     text.add(f"and.b32 %t1, %warp, {text.pick((1, 2, 3))}; setp.eq.u32 %q1, %t1, 0; @%q1 bra {end};")
     _some(text, _WARP, 1 + text.below(2))
@@ -450,7 +451,7 @@ def _exchanged(text: _Text) -> None:
 
 
 def _of_some_lanes(text: _Text) -> None:
-    """Lanes of a mask part from the others and exchange among themselves; a shuffle reads a lane of the mask."""
+    """Lanes of a mask leave the others and exchange among themselves; a shuffle reads a lane of the mask."""
     mask = (text.draw.getrandbits(32) & text.draw.getrandbits(32)) | 1 << text.below(32)
     end, lane = text.label(), text.pick([one for one in range(32) if mask >> one & 1])
     text.add(f"shr.u32 %t1, {mask:#x}, %lane; and.b32 %t1, %t1, 1; setp.eq.u32 %q1, %t1, 0; @%q1 bra {end};")
@@ -461,7 +462,7 @@ def _of_some_lanes(text: _Text) -> None:
 
 
 def _turned(text: _Text) -> None:
-    """Matrices of the warp: of its slots through ldmatrix and stmatrix, or products of what its registers hold."""
+    """Matrices of the warp: its slots through ldmatrix and stmatrix, or products of its registers."""
     kind = text.below(5)
     x = [text.word() for _ in range(10)]
     if kind == 0:
@@ -535,7 +536,7 @@ def _from_another(text: _Text) -> None:
 
 
 def _from_the_pair(text: _Text) -> None:
-    """As _from_another, of two warps that meet at a barrier of their own."""
+    """Like _from_another, between two warps that meet at a barrier of their own."""
     _written(text, "shared", "%slot")
     text.add("shr.u32 %t3, %warp, 1; add.u32 %t3, %t3, 4; bar.sync %t3, 64;")
     text.add(f"and.b32 %t1, {text.word()}, 63; shr.u32 %t2, %warp, 1; shl.b32 %t2, %t2, 6; add.u32 %t1, %t1, %t2;")
@@ -579,7 +580,7 @@ _WGMMAS: Final = (
 
 
 def _multiplied(text: _Text) -> None:
-    """Threads fill A and B with what they hold, without infinities and NaN, and the warpgroup multiplies."""
+    """Threads fill A and B from their registers, without infinities and NaN, and the warpgroup multiplies."""
     name, count, majors = text.pick(_WGMMAS)
     keep = {"f16": 0xBBFFBBFF, "bf16": 0xBFFFBFFF, "tf32": 0xBFFFFFFF, "e5m2": 0x3F3F3F3F}.get(name.rsplit(".")[-1])
     _together(text)
@@ -611,7 +612,7 @@ def _multiplied(text: _Text) -> None:
 
 
 def _bulk(text: _Text) -> None:
-    """A copy of TMA into `tile` by thread 0, waited for by all, read by all; or out of it, and the sums of it."""
+    """A TMA copy into `tile` by thread 0, awaited and read by all; or one out of `tile`, and sums of it."""
     kind = text.below(3)
     text.add("mov.u32 %t5, tile; fence.proxy.async;")
     _together(text)

@@ -1,7 +1,8 @@
-"""What ptxas 13.0 makes of random programs, by classes: the least programs that show it on an H200.
+"""Classes of faults of ptxas 13.0 in random programs: the minimal programs that show them on an H200.
 
-`least.json` has, of each program that smallest.py made small on an H200, the statements that stay, a word of the output
-that the levels of ptxas part in, what -O0 left there (`right`) and what the level of the program left (`left`).
+`least.json` has, for each program that smallest.py shrank on an H200, the remaining statements, a word of the output
+that differs between levels of ptxas, its value with -O0 (`right`) and at the level of the program (`left`).
+
 `python -m conformance.silicon.whole.errata` runs all of them on the machine; `.. --page` writes docs/ptxas.md.
 """
 
@@ -41,7 +42,7 @@ class Least:
 
     @property
     def statements(self) -> tuple[str, ...]:
-        """Those that stay, but what orders threads."""
+        """The remaining statements, without those that order threads."""
         pieces = pieces_of(drawn(self.number)).pieces
         return tuple(pieces[at].strip(" \n{}") for at in self.kept)
 
@@ -52,7 +53,7 @@ class Least:
 
     @property
     def on_machine(self) -> tuple[int, list[str]]:
-        """What the machine leaves in the word, and what it finds."""
+        """The machine's value of the word, and its findings."""
         program = drawn(self.number)
         found = answer(replace(program, text=pieces_of(program).text(self.kept)))
         return int(found.output.view(np.uint32)[self.word]), found.found
@@ -60,7 +61,8 @@ class Least:
 
 @dataclass(frozen=True, slots=True)
 class Erratum:
-    """`signs`: patterns that are all in the statements of a least program. The first class that fits counts."""
+    """`signs`: patterns that must all occur in the statements of a minimal program. The first class that fits
+    counts."""
 
     name: str
     does: str
@@ -155,18 +157,18 @@ ERRATA = (
 
 @cache
 def least() -> tuple[Least, ...]:
-    """All of least.json, by their numbers."""
+    """Returns all programs of least.json, by their numbers."""
     return tuple(Least(**{**row, "kept": tuple(row["kept"])}) for row in json.loads(LEAST.read_text("utf-8")))
 
 
 def class_of(one: Least) -> Erratum | None:
-    """The class of a least program; None for one that has no name."""
+    """Returns the class of a minimal program; None if it has none."""
     text = " ".join(one.statements)
     return next((kind for kind in ERRATA if all(re.search(sign, text) for sign in kind.signs)), None)
 
 
 def wrong(some: Sequence[Least]) -> list[str]:
-    """What the machine does otherwise than the H200 by -O0."""
+    """Lists differences between the machine and the H200 with -O0."""
     said: list[str] = []
     for one in some:
         mine, found = one.on_machine
@@ -177,7 +179,7 @@ def wrong(some: Sequence[Least]) -> list[str]:
 
 
 def page() -> str:
-    """Markdown: by class how many, what ptxas does, and the least of the least programs."""
+    """Returns Markdown: by class how many, what ptxas does, and the smallest of its minimal programs."""
     of: dict[str, list[Least]] = {}
     for one in least():
         kind = class_of(one)
@@ -250,7 +252,7 @@ def _section(name: str, does: str, some: Sequence[Least]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """See above."""
+    """Runs the command line; see the module."""
     if list(arguments) == ["--page"]:
         PAGE.write_text(page(), "utf-8")
         return 0

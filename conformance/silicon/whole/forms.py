@@ -1,4 +1,4 @@
-"""The programs of all forms that are not lane-wise, and the answers of an H200 that the machine is held to."""
+"""Programs of all forms that are not lane-wise, and the H200's answers that the machine is held to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE = SILICON / "whole" / "answers.npz"
 
 
 def programs() -> Iterator[Whole]:
-    """All of them, each of its own name."""
+    """Yields all programs, each with a unique name."""
     yield from matrices.mma_programs()
     yield from matrices.wmma_programs()
     yield from matrices.wgmma_programs()
@@ -35,26 +35,27 @@ def programs() -> Iterator[Whole]:
 
 
 def identity(program: Whole) -> int:
-    """Of the program's text but for white space, its launch and its input: an answer is to that program alone."""
+    """Checksum of the program's text without white space, its launch and its input: an answer belongs to that program
+    alone."""
     text = " ".join(program.text.split())
     return crc32(f"{text} {program.threads} {program.grid} {program.given} {program.tensor_map}".encode())
 
 
 @cache
 def answers() -> Mapping[str, tuple[int, npt.NDArray[np.uint32]]]:
-    """By entry: the identity of the program that ran, and the checksums of the rows that it left."""
+    """By entry: the identity of the program that ran, and the checksums of its output's rows."""
     held = np.load(FILE)
     rows = zip(held["entries"], held["identities"], held["rows"], strict=True)
     return {str(entry): (int(which), row) for entry, which, row in rows}
 
 
 def answered(program: Whole) -> bool:
-    """Whether an H200 has run this very program."""
+    """Whether an H200 has run exactly this program."""
     return FILE.exists() and program.entry in answers() and answers()[program.entry][0] == identity(program)
 
 
 def difference(program: Whole) -> str | None:
-    """A sentence on what the machine does otherwise than the H200; None if nothing."""
+    """A sentence on how the machine differs from the H200; None if it does not."""
     left = answer(program)
     if left.found:
         return f"{program.name}: the machine finds {left.found[0]}"

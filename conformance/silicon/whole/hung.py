@@ -1,8 +1,8 @@
 """Why random programs hang or end in an illegal instruction, by their SASS: `.. hung PTXAS NVDISASM [NUMBER ..]`.
 
-`python -m conformance.silicon.whole.hung ptxas nvdisasm` asks about all of drawn.npz that failed on the H200. Assembled
-with the level that they were drawn for, all but two show one of two faults of ptxas 13.0. The SASS of these two (ENDED)
-suggested a change of their text, with which they end. None was drawn for -O0.
+`python -m conformance.silicon.whole.hung ptxas nvdisasm` checks all programs of drawn.npz that failed on the H200.
+Assembled at the level that they were drawn for, all but two show one of two faults of ptxas 13.0. The SASS of these two
+(ENDED) suggested a change of their text that makes them end. None was drawn for -O0.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ TAKEN_FOR_UNIFORM: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A program that ends on the H200 once `keeps` stands behind `behind`, and leaves what it leaves by -O0: `left`.
+    """A program that ends on the H200 with `keeps` inserted after `behind`, and then leaves the -O0 result: `left`.
 
-    `keeps` stores a value to shared memory that nobody else uses and loads it, so that ptxas cannot know it.
+    `keeps` stores a value to shared memory that nothing else uses and loads it back, so that ptxas cannot know it.
     """
 
     cause: str
@@ -42,7 +42,7 @@ class Ended:
     left: int
 
     def changed(self, text: str) -> str:
-        """ValueError where `behind` does not stand once."""
+        """Returns the changed text. ValueError unless `behind` occurs exactly once."""
         if text.count(self.behind) != 1:
             raise ValueError(
                 f"{self.behind!r} stands {text.count(self.behind)} times in the text, where it should once"
@@ -66,17 +66,17 @@ ENDED: Final = {
         0xE0FE52E871842E54,
     ),
 }
-"""By number. The hashes are those of an H200 (results/records/h200-hung.json)."""
+"""By program number. The hashes are an H200's (results/records/h200-hung.json)."""
 _LABEL = re.compile(r"(\.L_x_\d+):")
 _BACK = re.compile(r"\bBRA `\((\.L_x_\d+)\)")
 _COUNTS = re.compile(r"UIADD3 (UR\d+), \1, -0x1")
 
 
 def counts_uniformly(sass: str) -> bool:
-    """Whether a loop has the turns of an atomic operation (ATOMS.CAST.SPIN, again where it failed) as its own.
+    """Whether a loop shares its back edge with the retries of an atomic operation (ATOMS.CAST.SPIN).
 
-    Lanes leave those at different turns and do not meet before the counter of the outer loop, which is one register for
-    all of a warp: it is decremented once for each group of lanes, and passes zero.
+    Lanes leave the retries at different iterations and do not reconverge before the counter of the outer loop, which is
+    one register for the whole warp: it is decremented once for each group of lanes, and passes zero.
     """
     lines = [line.strip() for line in sass.splitlines()]
     labels = {one[1]: at for at, line in enumerate(lines) if (one := _LABEL.match(line))}
@@ -90,18 +90,18 @@ def counts_uniformly(sass: str) -> bool:
 
 
 def barriers_twice(ptx: str, sass: str) -> bool:
-    """Whether there are more BAR.RED than bar.red: warps that skip the arm do not come to the second one."""
+    """Whether there are more BAR.RED than bar.red: warps that skip the branch do not reach the second one."""
     return sass.count("BAR.RED") > len(re.findall(r"\bbar\.red", ptx))
 
 
 def causes(ptx: str, sass: str) -> list[str]:
-    """All that are there; unrolled loops have more barriers than their text, too."""
+    """Returns all causes found. An unrolled loop also has more barriers than its text."""
     found = [(counts_uniformly(sass), UNIFORM_COUNTER), (barriers_twice(ptx, sass), BARRIER_TWICE)]
     return [cause for there, cause in found if there]
 
 
 def sass_of(number: int, ptxas: str, nvdisasm: str) -> str:
-    """CalledProcessError where a tool refuses."""
+    """Assembles and disassembles a program. CalledProcessError if a tool refuses."""
     with TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "drawn.ptx", Path(folder) / "drawn.cubin"
         source.write_text(HEAD + FUNCTIONS + drawn(number).text, "utf-8")
@@ -110,7 +110,7 @@ def sass_of(number: int, ptxas: str, nvdisasm: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """See above."""
+    """Runs the command line; see the module."""
     ptxas, nvdisasm, *numbers = arguments
     asked = [int(one) for one in numbers] or sorted(DrawnAnswers.read(DRAWN).failed)
     counted: Counter[tuple[str, str]] = Counter()

@@ -44,7 +44,7 @@ def _loads(name: str, count: int, at: int) -> str:
 def _mma(
     opcode: str, shape: str, types: tuple[str, str, str, str], *, sparse: tuple[int, int] | None = None, kind: str
 ) -> Whole:
-    """Four products of what the input holds. `sparse`: where the metadata lie, and how many selectors there are."""
+    """Four products of the input's matrices. `sparse`: offset of the metadata, and the number of selectors."""
     d_type, a_type, b_type, c_type = types
     m, n, k = _shape(shape)
     a = m * k * _BITS[a_type] // 1024 // (2 if sparse else 1)
@@ -184,7 +184,7 @@ def _wgmma(shape: str, types: tuple[str, str, str], kind: str, *, sparse: bool, 
     _, n, _ = _shape(shape)
     count = n // 2 if _BITS[d_type] == 32 else n // 4
     integer = d_type == "s32"
-    # Rows of A hold 32 bytes, of B 32, or 64 under a sparse A: core matrices of 8 rows of 16 bytes, along K first.
+    # Rows of A hold 32 bytes; rows of B 32, or 64 under a sparse A: core matrices of 8 rows of 16 bytes, along K first.
     of_a, of_b = 16 << 32 | 8 << 16, (32 if sparse else 16) << 32 | 8 << 16
     lines = [
         FILL,

@@ -1,8 +1,8 @@
-"""Takes what an H200 left into the record: `python -m conformance.silicon.whole.merge OUT`, OUT of ask.py.
+"""Takes an H200's answers into the record: `python -m conformance.silicon.whole.merge OUT`, OUT of ask.py.
 
-OUT/whole.npz are the outputs of the programs of forms; their checksums go to answers.npz, and the opcodes that ran to
-witnessed.json. OUT/hashes.npz are the hashes of random programs; they go to drawn.npz, with the numbers of those that
-OUT/drawn-failed.txt names. What is held already must be answered alike. Nothing is written if anything is refused.
+OUT/whole.npz has the outputs of the programs of forms; their checksums go to answers.npz, and the opcodes that ran to
+witnessed.json. OUT/hashes.npz has the hashes of random programs; they go to drawn.npz, with the numbers of the programs
+in OUT/drawn-failed.txt. Answers must agree with those already recorded. If anything is refused, nothing is written.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _FAILED = re.compile(r"drawn_(\d+): \S")
 
 
 class MergeError(Exception):
-    """What speaks against taking answers into the record, as a sentence."""
+    """A reason against taking answers into the record, as a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnAnswers:
-    """Random programs that an H200 ran: `modules`, by the number of the first program, uint64 [250] each, the
-    hash of what each program leaves; and the numbers of those that hung or failed, whose hash is 0."""
+    """Random programs that an H200 ran: `modules`, by the number of the first program, uint64 [250] each, the hash of
+    each program's output; and the numbers of those that hung or failed, whose hash is 0."""
 
     modules: Mapping[int, Hashes]
     failed: frozenset[int]
 
     @classmethod
     def read(cls, file: Path) -> DrawnAnswers:
-        """Those of drawn.npz."""
+        """Reads drawn.npz."""
         held = np.load(file)
         return cls(dict(zip(held["first"].tolist(), held["hashes"], strict=True)), frozenset(held["failed"].tolist()))
 
     @classmethod
     def told(cls, out: Path) -> DrawnAnswers:
-        """Those of OUT. MergeError for another drawer's, for parts of modules, and for programs of which OUT says
-        neither what they left nor that they failed."""
+        """Reads OUT. MergeError if it is of another drawn.py, has a part of a module, or has a program with neither a
+        hash nor a line that it failed."""
         failed = _failed_in(out / "drawn-failed.txt")
         modules: dict[int, Hashes] = {}
         if (file := out / "hashes.npz").exists():
@@ -70,12 +70,12 @@ class DrawnAnswers:
         return cls(modules, frozenset(held))
 
     def left(self, number: int) -> int:
-        """The hash of what program `number` left. KeyError if its module never ran."""
+        """Returns the hash of program `number`'s output. KeyError if its module never ran."""
         first = _module_of(number)
         return int(self.modules[first][number - first])
 
     def with_more(self, more: DrawnAnswers) -> DrawnAnswers:
-        """These and more; a module that is held stays. MergeError where a program that ran twice left other bytes."""
+        """Returns these and more; a recorded module stays. MergeError if a program that ran twice left other bytes."""
         for first in self.modules.keys() & more.modules.keys():
             for number in (first + np.flatnonzero(self.modules[first] != more.modules[first])).tolist():
                 if number not in self.failed | more.failed:
@@ -85,7 +85,7 @@ class DrawnAnswers:
         return DrawnAnswers({**more.modules, **self.modules}, self.failed | added)
 
     def arrays(self) -> dict[str, npt.NDArray[np.uint32] | Hashes]:
-        """What drawn.npz holds of them."""
+        """Returns the arrays of drawn.npz."""
         firsts = sorted(self.modules)
         return {
             "first": np.array(firsts, np.uint32),
@@ -95,7 +95,7 @@ class DrawnAnswers:
 
 
 def _module_of(number: int) -> int:
-    """By its first program."""
+    """Returns a module's number, its first program's."""
     return number - number % DRAWN_MODULE
 
 
@@ -127,7 +127,8 @@ def _packed(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
 
 
 def merge_drawn(out: Path, into: Path = DRAWN) -> str:
-    """Take OUT's random programs into the file `into`; a sentence on what is new. MergeError if they are refused."""
+    """Merges OUT's random programs into the file `into`; returns a sentence on what is new. MergeError if it refuses
+    them."""
     held = DrawnAnswers.read(into) if into.exists() else DrawnAnswers({}, frozenset())
     every = held.with_more(DrawnAnswers.told(out))
     write_file(into, _packed(every.arrays()), "answers")
@@ -137,7 +138,7 @@ def merge_drawn(out: Path, into: Path = DRAWN) -> str:
 
 
 def merge_forms(out: Path) -> str:
-    """Take the outputs of OUT/whole.npz as answers, and list the opcodes that ran as witnessed."""
+    """Records the outputs of OUT/whole.npz as answers, and lists the opcodes that ran as witnessed."""
     found = np.load(out / "whole.npz")
     held = dict(answers()) if FILE.exists() else {}
     every = sorted(programs(), key=lambda one: one.entry)
@@ -161,7 +162,7 @@ def merge_forms(out: Path) -> str:
 
 
 def main(given: list[str]) -> int:
-    """See above."""
+    """Runs the command line; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the folder in which ask.py left its answers")
     out: Path = parser.parse_args(given).out
@@ -170,7 +171,7 @@ def main(given: list[str]) -> int:
         print(f"{out} has neither whole.npz nor hashes.npz; give the folder OUT of ask.py", file=sys.stderr)
         return 2
     try:
-        # Random programs can be refused, and nothing shall be written then.
+        # Merge random programs first: they can be refused, and then nothing may be written.
         if random:
             print(merge_drawn(out))
         if forms:

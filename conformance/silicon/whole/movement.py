@@ -1,4 +1,4 @@
-"""Programs that move, meet and wait: memory, atomics, barriers, fences, control and mbarriers."""
+"""Programs that move data, meet and wait: memory, atomics, barriers, fences, control and mbarriers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from conformance.silicon.whole.programs import ANOTHER, LONGS, SLOT, WORDS, Whol
 
 
 def barrier_programs() -> Iterator[Whole]:
-    """What one thread stored in front of a barrier, another reads behind it; and what barriers reduce."""
+    """A thread stores before a barrier and another reads after it; and reductions of barriers."""
     plain = (
         "bar.sync 0;",
         "bar.sync 1, 128;",
@@ -87,7 +87,7 @@ OUT: {kept("%r5")}"""
 
 
 def control_programs() -> Iterator[Whole]:
-    """Jumps, tables of jumps, calls, ends of some lanes, and what only takes time."""
+    """Jumps, jump tables, calls, exits of some lanes, and instructions that only take time."""
     yield Whole(
         "bra.uni",
         f"{WORDS} bra.uni ON; add.u32 %r0, %r0, 1; ON: mov.u32 %r9, 3; AGAIN: mad.lo.u32 %r0, %r0, 5, %r1; "
@@ -357,7 +357,8 @@ def _hints() -> Iterator[Whole]:
 
 
 def _each(name: str, lines: Sequence[str], *, before: str = "", module: str = "") -> Whole:
-    """Each line writes %r9 or %d9 anew; all are kept. It finds words in %r0..%r3 and %d0, %d1, which lie at %d20."""
+    """Each line sets %r9 or %d9; all are stored. It finds words in %r0..%r3 and %d0, %d1, which are loaded from
+    %d20."""
     text = [WORDS, LONGS, before]
     for i, line in enumerate(lines):
         text.append(f"mov.u32 %r9, {i}; mov.u64 %d9, 0; {line} {kept('%r9', '%d9', at=16 * i)}")
@@ -368,8 +369,7 @@ _SEMANTICS = ("", ".relaxed.gpu", ".acquire.cta", ".release.sys", ".acq_rel.clus
 
 
 def atomic_programs() -> Iterator[Whole]:
-    """Every operation and type, in both spaces, on cells of the thread's own;
-    reductions of all threads into few cells."""
+    """Every operation and type, in both spaces, on the thread's own cells; reductions of all threads into few cells."""
     table = {
         "add": ("u32", "s32", "u64", "f32", "f64"),
         "min": ("u32", "s32", "u64", "s64"),
@@ -476,7 +476,7 @@ bar.sync 0; mov.u64 %d7, 0; @%p1 ld.shared.b64 %d7, [%r42]; {kept("%d7")}"""
 
 
 def barrier_histories() -> Iterator[Whole]:
-    """Random histories of an mbarrier, with what may be asked of it after each operation."""
+    """Random histories of an mbarrier, with every permitted query after each operation."""
     for seed in range(24):
         yield Whole(f"mbarrier history {seed}", _history(Random(seed)), 32)
     for scope, sem in (
@@ -500,7 +500,7 @@ TWO: mbarrier.{way}.parity{sem}{scope}.b64 %p1, [%d8], 1; @!%p1 bra TWO; {kept("
 
 
 def _history(draw: Random) -> str:
-    """One thread's. `expected` arrivals a phase, `pending` of this one, `tx` bytes that are waited for."""
+    """History by one thread. `expected`: arrivals a phase; `pending`: of this phase; `tx`: bytes still expected."""
     lines = [
         f"@!%first ret; mbarrier.init.shared::cta.b64 [gate], {(expected := 2 + draw.getrandbits(4))}; mov.u64 %d1, 0;"
     ]

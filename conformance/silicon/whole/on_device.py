@@ -1,17 +1,21 @@
-"""Asks an H200 what whole programs leave.
+"""Runs whole programs on an H200 and records their outputs.
 
-As the device machine has neither a network nor the virtual machine, there are three steps:
-`python -m conformance.silicon.whole.on_device pack FOLDER` writes what travels; there,
-`python3 FOLDER/ask.py FOLDER OUT whole` runs the program of every form and writes OUT/whole.npz, and
-`python3 FOLDER/ask.py FOLDER OUT drawn FIRST COUNT [SECONDS]` draws, assembles and runs random programs that have no
-answer yet and writes the hashes of what they leave to OUT/hashes.npz;
-`python -m conformance.silicon.whole.merge OUT` takes OUT's answers into answers.npz and drawn.npz.
-`.. drawn` is two steps, which can be taken alone: `.. assemble FIRST COUNT SECONDS` needs no GPU, only cores, and
-`.. launch SECONDS` runs what is assembled. `.. tell SECONDS NUMBER ..` writes OUT/told/NUMBER.npz: all that random
-programs leave at each level of ptxas, and all that their cuts (cuts.py) leave; parted.py reads it.
-`.. levels SECONDS NUMBER ..` leaves the cuts out: another ptxas, first on the path, answers in seconds.
-ask.py is this file: it needs NumPy, ptxas and the driver alone. A program that fails or
-hangs ends its process, as the driver has no way back from that; another process goes on behind it.
+The device machine has neither a network nor the virtual machine, so there are three steps:
+    python -m conformance.silicon.whole.on_device pack FOLDER    # here: writes what travels
+    python3 FOLDER/ask.py FOLDER OUT whole                       # there: runs every form's program; OUT/whole.npz
+    python3 FOLDER/ask.py FOLDER OUT drawn FIRST COUNT [SECONDS] # there: random programs; OUT/hashes.npz
+    python -m conformance.silicon.whole.merge OUT                # here: takes both into answers.npz and drawn.npz
+
+`.. drawn` draws, assembles and runs random programs without an answer and writes the hashes of their outputs. It is two
+steps, which can be taken alone: `.. assemble FIRST COUNT SECONDS` needs no GPU, only cores, and `.. launch SECONDS`
+runs what is assembled.
+
+`.. tell SECONDS NUMBER ..` writes OUT/told/NUMBER.npz: the full outputs of random programs at each level of ptxas, and
+the outputs of their cuts (cuts.py); parted.py reads it. `.. levels SECONDS NUMBER ..` leaves the cuts out: another
+ptxas, first on the path, answers in seconds.
+
+ask.py is this file: it needs only NumPy, ptxas and the driver. A program that fails or hangs ends its process, because
+the driver cannot recover from that; another process goes on with the rest.
 """
 
 from __future__ import annotations
@@ -39,18 +43,18 @@ import numpy as np
 
 MODULE = 24
 WHOLE_BYTES = 65536
-"""Of the output of a whole program."""
+"""Bytes of the output of a whole program."""
 LEVELS = ("-O3", "-O0", "-O1", "-O0")
-"""Of ptxas, a module of drawn programs after the other."""
+"""Levels of ptxas, by turns for successive modules of drawn programs."""
 DRAWN_MODULE = 250
 LAUNCHERS = 3
-"""Processes that launch random programs: one waits for a program that hangs, or starts anew, while others go on."""
+"""Processes that launch random programs: while one waits for a hanging program or restarts, the others go on."""
 PLACE = struct.pack("<Q", 0x7F4000000000)
-"""The address that maps are encoded with; the device's own is put in its place."""
+"""The address that maps are encoded with; the device's own replaces it."""
 
 
 def pack(folder: Path) -> None:
-    """PTX of the forms with what each is launched on, the inputs, the maps, and the drawer of programs."""
+    """Writes the forms' PTX with the launch of each, the inputs, the maps, and the drawer of programs."""
     from conformance.silicon.whole import cuts, drawn, smallest
     from conformance.silicon.whole.forms import answered, programs
     from conformance.silicon.whole.merge import DRAWN, DrawnAnswers
@@ -91,7 +95,7 @@ def pack(folder: Path) -> None:
 
 @cache
 def _weights(count: int) -> Any:
-    """`count` odd numbers of 64 bits, as splitmix64 draws them."""
+    """`count` odd 64-bit numbers, as splitmix64 draws them."""
     with np.errstate(over="ignore"):
         z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -100,18 +104,18 @@ def _weights(count: int) -> Any:
 
 
 def hashed(output: Any) -> int:
-    """Of a drawn program's output: the sum of its 32-bit words, each times a number of 64 bits, modulo 2^64."""
+    """Hash of a drawn program's output: the sum of its 32-bit words, each times a 64-bit number, modulo 2^64."""
     words = output.view(np.uint32).astype(np.uint64)
     return int((words * _weights(words.size)).sum(dtype=np.uint64))
 
 
 def drawer_of(file: Path) -> int:
-    """What tells one drawer of programs from another: a number names a program of one of them alone."""
+    """Identifies a version of drawn.py: a number names a program of one version only."""
     return crc32(file.read_bytes())
 
 
 def level_of(number: int) -> str:
-    """The level that ptxas assembles program `number` of drawn ones with."""
+    """The level at which ptxas assembles drawn program `number`."""
     return LEVELS[number // DRAWN_MODULE % len(LEVELS)]
 
 
@@ -136,7 +140,7 @@ class Device:
         self.checked(self.driver.cuCtxSetCurrent(context))
 
     def memory(self, size: int, data: Any = None) -> int:
-        """The address of `size` bytes on the device."""
+        """Allocates `size` bytes on the device and returns their address."""
         place = ctypes.c_uint64()
         self.checked(self.driver.cuMemAlloc_v2(ctypes.byref(place), ctypes.c_size_t(size)))
         if data is not None:
@@ -144,7 +148,7 @@ class Device:
         return place.value
 
     def load(self, cubin: Path) -> ctypes.c_void_p:
-        """The module of a cubin."""
+        """Loads the module of a cubin."""
         module = ctypes.c_void_p()
         self.checked(self.driver.cuModuleLoadData(ctypes.byref(module), cubin.read_bytes()))
         return module
@@ -152,7 +156,8 @@ class Device:
     def left(
         self, module: ctypes.c_void_p, row: dict[str, Any], given: int, output: int, tensor_map: bytes, size: int
     ) -> Any:
-        """What the program of `row` leaves in `size` zeroed bytes at `output`. RuntimeError if it fails or hangs."""
+        """Returns the output of the program of `row` in `size` zeroed bytes at `output`. RuntimeError if it fails or
+        hangs."""
         function = ctypes.c_void_p()
         self.checked(self.driver.cuModuleGetFunction(ctypes.byref(function), module, row["entry"].encode()))
         self.checked(self.driver.cuMemsetD8_v2(ctypes.c_uint64(output), 0, ctypes.c_size_t(size)))
@@ -175,7 +180,7 @@ class Device:
         return found
 
     def checked(self, code: int) -> None:
-        """RuntimeError with the driver's name of an error."""
+        """Raises RuntimeError with the driver's name of an error."""
         if code:
             name = ctypes.c_char_p()
             self.driver.cuGetErrorName(code, ctypes.byref(name))
@@ -183,14 +188,14 @@ class Device:
 
 
 def placed(tensor_map: str, address: int) -> bytes:
-    """An encoded map of a tensor at `address`."""
+    """Returns an encoded map of a tensor at `address`."""
     raw = bytes.fromhex(tensor_map)
     return struct.pack("<Q", address) + raw[8:] if raw[:8] == PLACE else raw
 
 
 def _until_done(command: list[str], failed: Path, seconds: float, most: int) -> None:
-    """Run `command` again and again until it ends well: it ends at once after a program that failed, of which it writes
-    a line to `failed`, and does not run that one again."""
+    """Runs `command` repeatedly until it succeeds. It exits right after a program that failed, with a line in `failed`,
+    and then skips that program."""
     begun = time.monotonic()
     for _ in range(most):
         with TemporaryFile() as said:
@@ -221,7 +226,7 @@ def _skipped(failed: Path) -> set[str]:
 
 
 def _run_whole(folder: Path, out: Path) -> None:
-    """Programs that have no file of results yet, one after the other; ends at the first that fails."""
+    """Runs programs without a file of results, one after the other; exits at the first that fails."""
     device, failed = Device(), out / "whole-failed.txt"
     inputs = {name: device.memory(array.size, array) for name, array in np.load(folder / "inputs.npz").items()}
     output, skipped = device.memory(WHOLE_BYTES), _skipped(failed)
@@ -243,7 +248,7 @@ def _run_whole(folder: Path, out: Path) -> None:
 
 
 def ask_whole(folder: Path, out: Path) -> None:
-    """Every form's program; OUT/whole.npz has the outputs by entry, whole-failed.txt those that failed."""
+    """Runs every form's program; OUT/whole.npz has the outputs by entry, whole-failed.txt the failed ones."""
     (out / "raw").mkdir(exist_ok=True)
     parts = json.loads((folder / "whole.json").read_text())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -270,7 +275,7 @@ def _pool(jobs: int) -> ProcessPoolExecutor:
 
 
 def _assembled(folder: Path, raw: Path, name: str, every: Iterable[Any], level: str) -> str:
-    """Module `name` of drawn programs, and what to launch, in `raw`; what ptxas had against it."""
+    """Writes module `name` of drawn programs, and its launches, to `raw`; returns ptxas's complaint."""
     sys.path.insert(0, str(folder))
     import drawn  # type: ignore[import-not-found]
 
@@ -296,7 +301,7 @@ def _drawn_module(folder: Path, raw: Path, first: int, count: int) -> str:
 
 
 def _told_module(folder: Path, raw: Path, number: int, level: str, *, with_cuts: bool) -> str:
-    """Of the program alone; with its cuts before it at the level that it was drawn for."""
+    """Assembles the program alone; at the level that it was drawn for, with its cuts before it."""
     sys.path.insert(0, str(folder))
     import cuts  # type: ignore[import-not-found]
     import drawn  # type: ignore[import-not-found]
@@ -307,8 +312,8 @@ def _told_module(folder: Path, raw: Path, number: int, level: str, *, with_cuts:
 
 
 def _launch_all(folder: Path, out: Path, slot: int, *, show: bool) -> None:
-    """Modules as they are assembled, until OUT/raw/all is there and none is left. Of each, the hashes of what its
-    programs leave, 0 for one that failed; with `show` all that they leave."""
+    """Launches modules as they are assembled, until OUT/raw/all exists and none is left. Writes the hashes of each
+    module's outputs, 0 for a failed program; with `show` the outputs themselves."""
     sys.path.insert(0, str(folder))
     import drawn  # type: ignore[import-not-found]
 
@@ -348,7 +353,7 @@ def _launch_all(folder: Path, out: Path, slot: int, *, show: bool) -> None:
 
 @contextmanager
 def _launching(folder: Path, out: Path, seconds: float, *, show: bool = False) -> Iterator[None]:
-    """Launchers run meanwhile, for `seconds` at most; at the end OUT/raw/all is written, and they run what is left."""
+    """Runs launchers meanwhile, for `seconds` at most. At the end OUT/raw/all is written, and they run what is left."""
     every = out / "raw" / "all"
     every.unlink(missing_ok=True)
     threads: list[Thread] = []
@@ -372,7 +377,7 @@ def _until_assembled(waiting: list[Future[str]], seconds: float) -> None:
 
 
 def assemble_drawn(folder: Path, out: Path, first: int, count: int, seconds: float, jobs: int) -> None:
-    """Modules of `count` programs from number `first` on, for about `seconds`, but for those that are answered."""
+    """Assembles modules of `count` programs from number `first` on, except answered ones, for about `seconds`."""
     raw = out / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     done = {*json.loads((folder / "held.json").read_text()), *(int(one.stem) for one in raw.glob("*.json"))}
@@ -383,7 +388,7 @@ def assemble_drawn(folder: Path, out: Path, first: int, count: int, seconds: flo
 
 
 def _gathered(folder: Path, out: Path) -> None:
-    """OUT/hashes.npz: by the number of the first program of a module, the hashes, 0 for a program that failed."""
+    """Writes OUT/hashes.npz: by the number of a module's first program, the hashes, 0 for a program that failed."""
     hashes = {file.stem: np.load(file) for file in sorted((out / "raw").glob("*.npy"))}
     drawer = np.array(drawer_of(folder / "drawn.py"), np.uint32)
     np.savez_compressed(out / "hashes.npz", allow_pickle=False, drawer=drawer, **hashes)
@@ -391,14 +396,14 @@ def _gathered(folder: Path, out: Path) -> None:
 
 
 def launch_drawn(folder: Path, out: Path, seconds: float) -> None:
-    """All modules that are assembled now."""
+    """Launches all modules that are assembled now."""
     with _launching(folder, out, seconds):
         pass
     _gathered(folder, out)
 
 
 def ask_drawn(folder: Path, out: Path, first: int, count: int, seconds: float) -> None:
-    """Assemble for about `seconds`, and launch meanwhile."""
+    """Assembles for about `seconds`, and launches meanwhile."""
     (out / "raw").mkdir(exist_ok=True)
     with _launching(folder, out, seconds + 20):
         assemble_drawn(folder, out, first, count, seconds, _cores())
@@ -406,8 +411,8 @@ def ask_drawn(folder: Path, out: Path, first: int, count: int, seconds: float) -
 
 
 def _told(raw: Path, told: Path, number: int, *, with_cuts: bool) -> None:
-    """`-O0` and so on: uint8 [OUTPUT_BYTES], what the program leaves at a level; `cuts`: uint8 [cuts, OUTPUT_BYTES],
-    what its cuts leave, each but the first XOR that of the one before. Zeros where one failed."""
+    """Writes `-O0` and so on: uint8 [OUTPUT_BYTES], the program's output at a level; `cuts`: uint8 [cuts,
+    OUTPUT_BYTES], its cuts' outputs, each but the first XOR the one before. Zeros if one failed."""
     arrays: dict[str, Any] = {}
     for level in sorted(set(LEVELS)):
         if (file := raw / f"{number}{level}.npy").exists():
@@ -421,7 +426,7 @@ def _told(raw: Path, told: Path, number: int, *, with_cuts: bool) -> None:
 
 
 def ask_told(folder: Path, out: Path, seconds: float, numbers: list[int], *, with_cuts: bool) -> None:
-    """Each program of `numbers` and, if asked for, its cuts, for about `seconds`."""
+    """Runs each program of `numbers` and, if requested, its cuts, for about `seconds`."""
     raw, told = out / "raw", out / "told"
     raw.mkdir(parents=True, exist_ok=True)
     told.mkdir(exist_ok=True)
@@ -440,7 +445,7 @@ def ask_told(folder: Path, out: Path, seconds: float, numbers: list[int], *, wit
 
 
 def main(arguments: list[str]) -> None:
-    """See above."""
+    """Runs the command line; see the module."""
     words = [one for one in arguments if one != "--show"]
     if words[0] == "pack":
         pack(Path(words[1]))

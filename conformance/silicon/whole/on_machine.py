@@ -1,4 +1,4 @@
-"""The machine's answer to a whole program, and what is kept of an answer."""
+"""The machine's answer to a whole program, and the recorded form of an answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROW = 1024
 
 @dataclass(frozen=True)
 class Answer:
-    """What a program left in its output, the rules that it broke, and the opcodes that it ran."""
+    """The output of a program, the rules that it broke, and the opcodes that it ran."""
 
     output: Bytes
     found: list[str]
@@ -33,12 +33,12 @@ class Answer:
 
     @property
     def hash(self) -> int:
-        """Of the output, as drawn.npz has it."""
+        """Hash of the output, as in drawn.npz."""
         return hashed(self.output)
 
 
 def encoded(tensor_map: TiledMap | None, address: int) -> bytes:
-    """128 bytes: the map of a tensor at `address`, zeros for none."""
+    """Returns the 128 bytes of the map of a tensor at `address`, or zeros for None."""
     if tensor_map is None:
         return bytes(128)
     one = tensor_map
@@ -49,18 +49,18 @@ def encoded(tensor_map: TiledMap | None, address: int) -> bytes:
 
 
 def drawn_map(number: int) -> TiledMap:
-    """Map `number` of drawn.MAPS: INPUT as u32 [INPUT_WORDS / 32, 32]."""
+    """Returns map `number` of drawn.MAPS: INPUT as u32 [INPUT_WORDS / 32, 32]."""
     swizzle, box = MAPS[number]
     return TiledMap("u32", (32, INPUT_WORDS // 32), (128,), box, swizzle)
 
 
 def schedule_of(number: int) -> str:
-    """Most drawn programs run under the quickest schedule, some under another."""
+    """Returns the schedule of a drawn program: for most the quickest one, for some another."""
     return ("lazy", f"random:{number}")[number // 16 % 2] if number % 16 == 1 else "eager"
 
 
 def answer(program: Whole | Drawn, schedule: str = "eager") -> Answer:
-    """Runs it. Fault for a broken rule that ends the launch."""
+    """Runs the program. Fault for a broken rule that ends the launch."""
     machine = Machine(schedule, accumulate="hopper")
     machine.findings = Findings()
     if isinstance(program, Drawn):
@@ -82,10 +82,10 @@ def answer(program: Whole | Drawn, schedule: str = "eager") -> Answer:
 
 
 def checksums(output: Bytes) -> npt.NDArray[np.uint32]:
-    """Of each row of a whole program's output."""
+    """Returns the checksum of each row of a whole program's output."""
     return np.array([crc32(row.tobytes()) for row in output.reshape(-1, ROW)], np.uint32)
 
 
 def rows_that_differ(output: Bytes, wanted: npt.NDArray[np.uint32]) -> list[int]:
-    """Rows whose checksums are not those `wanted`."""
+    """Returns the rows whose checksums differ from `wanted`."""
     return [int(row) for row in np.flatnonzero(checksums(output) != wanted)]

@@ -1,9 +1,9 @@
 """Where silicon and the machine part: `python -m conformance.silicon.whole.parted OUT [NUMBER ..]`.
 
-OUT/told/NUMBER.npz is what `ask.py .. tell` wrote of a random program: what it leaves at each level of ptxas, and what
-its cuts (cuts.py) leave at the level that drawn.npz has it at. Of each program this says at which levels the machine
-agrees, the first statement with which a cut parts from it, and the registers in which it does. A cut is assembled anew,
-so that a fault of ptxas may come and go between two of them: the statement is where to look, not the proof.
+`ask.py .. tell` wrote OUT/told/NUMBER.npz for a random program: its output at each level of ptxas, and the outputs of
+its cuts (cuts.py) at its level in drawn.npz. For each program this prints the levels at which the machine agrees, the
+first statement with which a cut differs from it, and the registers that differ. A cut is assembled anew, so that a
+fault of ptxas may come and go between two of them: the statement is where to look, not the proof.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from conformance.silicon.whole.programs import Bytes
 
 _NAMES = [*(f"r{i}" for i in range(12)), *(f"d{i // 2}.{'lo' if i % 2 == 0 else 'hi'}" for i in range(8)), "predicates"]
 _WORDS = 24
-"""Of a thread's own part of the output, of which the last are not written."""
+"""Words of a thread's own part of the output; the last ones are not written."""
 
 
 @dataclass(frozen=True)
 class Parting:
-    """`kept`: statements of the first cut that differs, 0 for none; `places`: words of the output that do, as
+    """`kept`: statements of the first cut that differs, 0 for none; `places`: words of the output that differ, as
     (thread, register, the machine's, the H200's)."""
 
     kept: int
@@ -38,7 +38,7 @@ class Parting:
 
 
 def parting(silicon: list[Bytes], machine: Callable[[int], Bytes]) -> Parting:
-    """The first of the cuts from which on they differ, by bisection: what parts is taken to stay parted."""
+    """Finds the first cut that differs, by bisection: all later cuts are assumed to differ too."""
     if np.array_equal(machine(len(silicon) - 1), silicon[-1]):
         return Parting(0, [])
     agrees, differs = -1, len(silicon) - 1
@@ -64,7 +64,7 @@ def _left(program: Drawn, number: int) -> Bytes:
 
 
 def told(out: Path, number: int) -> str:
-    """A line of program `number`. ValueError if it was told with cuts of another cuts.py."""
+    """Returns a line about program `number`. ValueError if its file was made with another version of cuts.py."""
     found, whole = np.load(out / "told" / f"{number}.npz"), drawn(number)
     levels = [level for level in sorted(set(LEVELS)) if level in found.files]
     mine = _left(whole, number)
@@ -87,7 +87,7 @@ def told(out: Path, number: int) -> str:
 
 
 def main() -> None:
-    """See above."""
+    """Runs the command line; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("numbers", type=int, nargs="*", help="all that were told, if none")

@@ -1,4 +1,4 @@
-"""A whole program: the frame that all of them share, and the arrays that they read."""
+"""A whole program: the frame that all programs share, and the arrays that they read."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from conformance.silicon.whole.drawn import input_words
 from conformance.silicon.whole.on_device import WHOLE_BYTES
 
 CODES, PAIRS, SINGLES, ADDENDS = 0, 8192, 9216, 10240
-"""Where inputs of matrices have codes of A and B (8 KiB), metadata of 2:4 and of 1:2, and C (4 KiB)."""
+"""Offsets in inputs of matrices: codes of A and B (8 KiB), metadata of 2:4 and of 1:2, and C (4 KiB)."""
 KINDS = ("exact", "rounded", "special")
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class TiledMap:
-    """A tensor map over the input: as encode_tensor_map takes it, from the dtype on."""
+    """A tensor map over the input: the arguments of encode_tensor_map from the dtype on."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -36,7 +36,7 @@ class TiledMap:
 @dataclass(frozen=True)
 class Whole:
     """`body` runs in `grid` CTAs of `threads`. It finds %tx, %lane, %warp and %cta, its input at %in, the output at
-    %out, the part of it that is the thread's own at %own, a tensor map at %map, `tile` and `gate` in shared memory."""
+    %out, the thread's own part of it at %own, a tensor map at %map, `tile` and `gate` in shared memory."""
 
     name: str
     body: str
@@ -55,7 +55,7 @@ class Whole:
 
     @property
     def text(self) -> str:
-        """The entry."""
+        """The text of the entry."""
         own = WHOLE_BYTES // (self.threads * self.grid)
         return "\n".join(
             (
@@ -86,7 +86,7 @@ _FLOATS = {
 
 
 def _codes(dtype: str, kind: str, size: int, draw: np.random.Generator) -> Bytes:
-    """`exact`: small integers; `rounded`: of exponents -4 to 4, as the type holds them; `special`: any bits."""
+    """`exact`: small integers; `rounded`: exponents -4 to 4, rounded to the type; `special`: any bits."""
     if dtype not in _FLOATS or kind == "special":
         return draw.integers(0, 256, size, np.uint8)
     count = size // _FLOATS[dtype].itemsize
@@ -103,7 +103,7 @@ _ONE_OF_TWO = np.array([4, 14])
 
 @cache
 def given(name: str) -> Bytes:
-    """Input `name`: "bits", or "A-B-C-KIND" of the types of the operands of matrices."""
+    """Returns input `name`: "bits", or "A-B-C-KIND" with the operand types of matrices."""
     if name == "bits":
         return np.array(input_words(), np.uint32).view(np.uint8)
     a, b, c, kind = name.split("-")
@@ -123,7 +123,7 @@ def vector(name: str, count: int, start: int = 0) -> str:
 
 
 def kept(*registers: str, at: int = 0) -> str:
-    """Stores of registers, eight bytes each, one after the other from byte `at` of the thread's own output on."""
+    """Stores registers, eight bytes each, one after the other from byte `at` of the thread's own output on."""
     lines = []
     for i, name in enumerate(registers):
         kind = {"r": "b32", "x": "b32", "d": "b64", "h": "b16", "q": "b128"}[name[1]]
@@ -135,19 +135,19 @@ FILL = """shl.b32 %t, %tx, 4;
 FILLING: cvt.u64.u32 %u, %t; add.u64 %u, %u, %in; ld.global.v4.b32 {%r0, %r1, %r2, %r3}, [%u]; mov.u32 %r4, tile;
 add.u32 %r4, %r4, %t; st.shared.v4.b32 [%r4], {%r0, %r1, %r2, %r3}; mov.u32 %r5, %ntid.x; shl.b32 %r5, %r5, 4;
 add.u32 %t, %t, %r5; setp.lt.u32 %p0, %t, 8192; @%p0 bra FILLING; fence.proxy.async.shared::cta; bar.sync 0;"""
-"""The first 8 KiB of the input to `tile`, for all proxies."""
+"""Copies the first 8 KiB of the input to `tile`, for all proxies."""
 
 
 SLOT = "shl.b32 %r40, %tx, 4; mov.u32 %r41, tile; add.u32 %r40, %r40, %r41;"
-"""%r40: 16 bytes of `tile` that are the thread's own."""
+"""%r40: the thread's own 16 bytes of `tile`."""
 ANOTHER = "xor.b32 %r9, %tx, 77; mad.lo.u32 %r9, %r9, 16, %r41;"
-"""%r9: those of another thread of 128, behind SLOT."""
+"""%r9: the 16 bytes of another of 128 threads; needs SLOT."""
 WORDS = "mul.wide.u32 %d20, %tx, 16; add.u64 %d20, %d20, %in; ld.global.v4.b32 {%r0, %r1, %r2, %r3}, [%d20];"
 LONGS = "ld.global.v2.b64 {%d0, %d1}, [%d20];"
 
 
 def show(first: int, bytes_: int, threads: int) -> str:
-    """Bytes of `tile` from `first` on to the output from its start on, 16 bytes a thread and turn."""
+    """Copies bytes of `tile` from `first` on to the start of the output, 16 bytes a thread and iteration."""
     return f"""bar.sync 0; shl.b32 %t, %tx, 4;
 SHOWING: mov.u32 %r0, tile; add.u32 %r0, %r0, %t; ld.shared.v4.b32 {{%r1, %r2, %r3, %r4}}, [%r0+{first}];
 cvt.u64.u32 %u, %t; add.u64 %u, %u, %out; st.global.v4.b32 [%u], {{%r1, %r2, %r3, %r4}};

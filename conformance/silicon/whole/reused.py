@@ -1,6 +1,7 @@
-"""What ptxas 13.0 does with -O1 beside wgmma: it takes an `and` of a register for an earlier one of its old contents.
+"""A fault of ptxas 13.0 with -O1 beside wgmma: it replaces an `and` of a register by an earlier one of its old
+contents.
 
-as_ptxas.reused follows what ptxas knows of registers, and misses some; this goes by the operands' names alone.
+as_ptxas.reused tracks what ptxas knows about registers, and misses some places; this file compares only operand names.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Sources = Sequence[Instruction]
 
 
 def reused_by_name(text: str) -> Iterator[str]:
-    """Texts in which `and`, of the same operands as an earlier one, is that one's result, although an operand was
+    """Yields texts in which an `and` takes the result of an earlier one with the same operands, although an operand was
     overwritten in between: at all such places, then at few, or at all but few."""
     head, pieces = parted(text)
     places = list(_same(instructions(pieces)))
@@ -45,7 +46,7 @@ def _mixed(sources: Sequence[Sources]) -> Iterator[Sources]:
 
 
 def _taken(some: Sequence[Instruction], sources: Sources) -> dict[int, str]:
-    """Instead of each, a copy of what its source left, which keeps it."""
+    """Replaces each by a copy of its source's result, and makes the source save it."""
     instead = {one.at: f"mov.b32 {one.into}, %first{source.at};" for one, source in zip(some, sources, strict=True)}
     for source in {source.at: source for source in sources}.values():
         instead[source.at] = f"{instead.get(source.at, source.text)} mov.b32 %first{source.at}, {source.into};"
@@ -53,7 +54,8 @@ def _taken(some: Sequence[Instruction], sources: Sources) -> dict[int, str]:
 
 
 def _same(program: Program) -> Iterator[tuple[Instruction, list[Instruction]]]:
-    """Each `and` of registers, with the first and the last one before it of the same operands, if those are stale."""
+    """Yields each `and` of registers, with the first and the last earlier one of the same operands, if those are
+    stale."""
     seen: dict[str, list[Instruction]] = {}
     written: dict[str, int] = {}
     for one in program:

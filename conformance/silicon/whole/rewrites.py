@@ -1,8 +1,9 @@
-"""What rare faults of ptxas 13.0 make of single places of a drawn program.
+"""How rare faults of ptxas 13.0 change single places of a drawn program.
 
-errata.py shows the least program of each fault. Here each is a Rewrite of a few pieces (cuts.PIECE) of a whole one. As
-nobody knows which places ptxas got wrong, `rewritten` offers combinations of few, and as_ptxas.py asks the machine
-which one leaves the H200's bytes. Where SASS had to be read, by_hand.py has the changes of one program.
+errata.py shows the minimal program of each fault. Here each is a Rewrite of a few pieces (cuts.PIECE) of a whole
+program. The places that ptxas got wrong are unknown, so `rewritten` offers combinations of a few, and as_ptxas.py
+checks which one leaves the H200's bytes in the machine. by_hand.py has the changes of single programs that took reading
+SASS.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ SCRATCH: Final = ".reg .b32 %seen, %other, %turns, %left, %given<400>; .reg .pre
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """`instead`: what stands at a piece's place, by places."""
+    """`instead`: the replacement of each piece, by its place."""
 
     fault: str
     instead: tuple[tuple[int, str], ...]
 
 
 Loops = Sequence[tuple[int, int]]
-"""Of each, the place of its label and of the branch back."""
+"""For each loop, the place of its label and of the branch back."""
 
 
 def _behind_last(program: Program, result: str, opcode: str) -> Iterator[tuple[Instruction, Instruction]]:
-    """Instructions of opcode `opcode`, each with the one, of opcode `result`, that wrote its last operand."""
+    """Yields instructions of opcode `opcode`, each after the one, of opcode `result`, that wrote its last operand."""
     last: dict[str, Instruction] = {}
     for one in program:
         source = last.get(one.rest.split(",")[-1].strip())
@@ -58,7 +59,7 @@ def _behind_last(program: Program, result: str, opcode: str) -> Iterator[tuple[I
 
 
 def least_integer(program: Program) -> Iterator[Rewrite]:
-    """The -2^31 of neg.s32 and abs.s32 counts as positive where it is the last operand."""
+    """The -2^31 of neg.s32 and abs.s32 counts as positive if it is the last operand."""
     wrapped = frozenset[str]().union(*(one.results for one in program if one.opcode in ("neg.s32", "abs.s32")))
     for one in program:
         *others, last = one.rest.split(", ")
@@ -69,7 +70,7 @@ def least_integer(program: Program) -> Iterator[Rewrite]:
 
 
 def reciprocals(program: Program) -> Iterator[Rewrite]:
-    """b / rcp(a) is b * a; b / ex2(a) and 1 / ex2(a) are made with ex2(-a)."""
+    """b / rcp(a) is b * a; b / ex2(a) and 1 / ex2(a) use ex2(-a)."""
     pairs = _behind_last(program, r"(rcp|ex2)\.approx\.ftz\.f32", r"(div|rcp)\.approx\.ftz\.f32")
     for number, (first, second) in enumerate(pairs):
         given = f"%given{number}"
@@ -83,7 +84,8 @@ def reciprocals(program: Program) -> Iterator[Rewrite]:
 
 
 def any_nan(program: Program) -> Iterator[Rewrite]:
-    """abs.f32 clears the sign alone: for all, where another instruction writes under a guard, or for one reader."""
+    """abs.f32 only clears the sign: for all readers, where another instruction writes under a guard, or for one
+    reader."""
     for place, one in enumerate(program):
         if one.opcode != "abs.f32":
             continue
@@ -104,7 +106,7 @@ def any_nan(program: Program) -> Iterator[Rewrite]:
 
 
 def any_halves(program: Program, loops: Loops) -> Iterator[Rewrite]:
-    """abs.f16x2 is a copy; in a loop, of an even number of turns alone."""
+    """abs.f16x2 is a copy; in a loop, only with an even number of iterations."""
     for one in program:
         if one.opcode != "abs.f16x2":
             continue
@@ -116,7 +118,7 @@ def any_halves(program: Program, loops: Loops) -> Iterator[Rewrite]:
 
 
 def any_set(program: Program) -> Iterator[Rewrite]:
-    """abs.f32 takes what set left for an integer."""
+    """abs.f32 treats the result of set as an integer."""
     for _, one in _behind_last(program, r"set\.\w+\.u32", r"abs\.f32"):
         yield Rewrite(ABS_OF_SET, ((one.at, f"{one.guard}abs.s32 {one.into}, {one.rest};"),))
 
@@ -134,7 +136,7 @@ def crossed(program: Program) -> Iterator[Rewrite]:
 
 
 def doubled(program: Program) -> Iterator[Rewrite]:
-    """What is loaded of fewer bits is its lower half twice."""
+    """A narrow load yields its lower half twice."""
     for one in program:
         if re.match(r"ld\.\w+(\.nc)?\.[us](8|16)", one.opcode):
             twice = f"{one.guard}prmt.b32 {one.into}, {one.into}, {one.into}, 0x1010;"
@@ -142,7 +144,8 @@ def doubled(program: Program) -> Iterator[Rewrite]:
 
 
 def no_flush(program: Program) -> Iterator[Rewrite]:
-    """For all that the predicate of setp.gtu.ftz guards, with itself or without, or for one instruction."""
+    """The flush is lost for every instruction guarded by the predicate of setp.gtu.ftz, with or without setp itself, or
+    for one."""
     for place, one in enumerate(program):
         if one.opcode != "setp.gtu.ftz.f32":
             continue
@@ -179,7 +182,7 @@ def _loops(pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """Of a loop: what counts its turns down, and a rewrite that keeps their number in %turns."""
+    """A loop's down counter, and a rewrite that keeps its initial value in %turns."""
 
     counter: str
     noted: tuple[int, str]
@@ -195,7 +198,8 @@ def _turns(program: Program, loops: Loops, at: int) -> _Turns | None:
 
 
 def loop_guard(program: Program, loops: Loops) -> Iterator[Rewrite]:
-    """In a loop, what a predicate guards always runs, or never; or where it does not, its predicate is as before."""
+    """In a loop, a guarded instruction always runs, or never; or the predicate that it writes gets a constant where it
+    does not run."""
     for one in program:
         if not re.match(r"@!?%p\d ", one.guard) or not any(first < one.at <= last for first, last in loops):
             continue
@@ -207,7 +211,7 @@ def loop_guard(program: Program, loops: Loops) -> Iterator[Rewrite]:
 
 
 def lost_addition(program: Program, loops: Loops) -> Iterator[Rewrite]:
-    """mad.hi does not run in the last or in the first turns of a loop: how many depends on the number of turns."""
+    """mad.hi is skipped in the last or first iterations of a loop; how many depends on the number of iterations."""
     for one in program:
         turns = _turns(program, loops, one.at) if one.opcode.startswith("mad.hi") else None
         if turns is None:
@@ -225,7 +229,7 @@ def lost_addition(program: Program, loops: Loops) -> Iterator[Rewrite]:
 
 
 def _both(guard: str) -> str:
-    """%ahead and the guard."""
+    """Combines %ahead with the guard."""
     name = guard.strip(" @!")
     if not guard:
         return ""
@@ -234,7 +238,8 @@ def _both(guard: str) -> str:
 
 
 def sunk(program: Program, pieces: Sequence[str]) -> Iterator[Rewrite]:
-    """An instruction runs behind a label, if what it reads has been overwritten, and nothing that it wrote."""
+    """An instruction runs after a later label, if its operands have been overwritten before that but its results have
+    not."""
     tables = {at - 1 for at, piece in enumerate(pieces) if ".branchtargets" in piece}
     labels = [at for at, piece in enumerate(pieces) if _LABEL.fullmatch(piece.strip()) and at not in tables]
     for place, one in enumerate(program):
@@ -253,7 +258,7 @@ def sunk(program: Program, pieces: Sequence[str]) -> Iterator[Rewrite]:
 
 
 def rewrites_of(pieces: Sequence[str]) -> list[Rewrite]:
-    """All of a program's."""
+    """Returns all rewrites of a program."""
     program, loops = instructions(pieces), list(_loops(pieces))
     plain: tuple[Callable[[Program], Iterator[Rewrite]], ...] = (
         least_integer,
@@ -271,7 +276,7 @@ def rewrites_of(pieces: Sequence[str]) -> list[Rewrite]:
 
 
 def rewritten(text: str) -> Iterator[tuple[str, str]]:
-    """Texts with few places rewritten, those with the fewest first, and the names of the faults."""
+    """Yields texts with few places rewritten, the fewest first, each with the names of its faults."""
     head, pieces = parted(text)
     head = head.replace(".reg .b32 ", SCRATCH, 1).replace("mov.u32 %tx,", "mov.b32 %left, 0x7FC00123; mov.u32 %tx,", 1)
     for some in islice(_some(rewrites_of(pieces)), _MOST_TRIES):

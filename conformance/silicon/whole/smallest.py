@@ -1,14 +1,15 @@
-"""The least of a random program that two levels of ptxas still disagree about, found on the device machine.
+"""Shrinks a random program while two levels of ptxas still disagree about it, on the device machine.
 
 `python3 FOLDER/smallest.py FOLDER OUT SECONDS NUMBER ..`: FOLDER as on_device.py packs it. Each program is assembled
-with -O0 by the first ptxas of the path, and at the level that it was drawn for by this one or, if nothing differs then,
-by the next. Statements are left out as long as the two leave other bytes than each other (Zeller's ddmin): the last
-line `kept` of OUT/NUMBER.txt has the numbers of those that stay.
+with -O0 by the first ptxas of the path, and at the level that it was drawn for by the same one or, if nothing differs
+then, by the next. Statements are removed while the two outputs still differ (Zeller's ddmin): the last line `kept` of
+OUT/NUMBER.txt has the numbers of the remaining statements.
 
-A program stays without undefined behaviour. Whatever meets, orders or waits stays. A statement goes with the one that
-gives it a temporary register, and a branch stays that parts the lanes of a partial mask or the warps of a barrier. So
-the machine, which sees all that is undefined, can be asked about the rest (errata.py).
-This file needs the standard library alone, ask.py beside it, and NumPy through that.
+A program keeps its defined behaviour. Everything that meets, orders or waits stays. A statement goes with the one that
+gives it a temporary register, and a branch stays if it parts the lanes of a partial mask or the warps of a barrier. So
+the machine, which reports everything undefined, can run the result (errata.py).
+
+This file needs only the standard library, ask.py beside it, and thereby NumPy.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ _TEMPORARY = re.compile(r"%(?:[tul]\d|q\d|tx|warp|lane|slot|phase|cell|cells|map
 _SUSPECT = re.compile(
     r"min\.f(?:32|64) (%\w+), (%\w+), \2|abs\.f(?:32|16x2)|rcp\.approx|(?:add|mul|fma|min)\S*\.f64|testp"
 )
-"""What known faults of ptxas are about: left out first, so that an unknown fault is what stays."""
+"""Instructions with known ptxas faults: removed first, so that an unknown fault remains."""
 Disagrees = Callable[[str], bool]
 
 
 @dataclass
 class Pieces:
-    """The statements of a program, and which of them need which."""
+    """The statements of a program, and the statements that each one needs."""
 
     program: Drawn
     before: str
@@ -56,7 +57,7 @@ class Pieces:
     follows: dict[int, int] = field(default_factory=dict[int, int])
 
     def text(self, kept: Iterable[int]) -> str:
-        """The program with the statements `kept`; braces and labels stay."""
+        """Returns the program with the statements `kept`; braces and labels stay."""
         keep = set(kept) | self.stays
         keep |= {at for at, brx in self.follows.items() if brx in keep}
         out = [one if at in keep else one[: len(one) - len(one.lstrip(" \n{}"))] for at, one in enumerate(self.pieces)]
@@ -64,11 +65,11 @@ class Pieces:
 
     @property
     def droppable(self) -> list[int]:
-        """Numbers of the statements that may go."""
+        """Numbers of the statements that may be removed."""
         return [at for at in range(len(self.pieces)) if at not in self.stays and at not in self.follows]
 
     def closed(self, kept: Iterable[int]) -> set[int] | None:
-        """`kept` without what lacks something that it needs; None if that takes away what stays."""
+        """Returns `kept` without statements that lack something they need; None if one of these must stay."""
         keep = set(kept)
         while True:
             whole = keep | self.stays
@@ -81,7 +82,7 @@ class Pieces:
 
 
 def pieces_of(program: Drawn) -> Pieces:
-    """Everything behind the first barrier of the frame is a piece."""
+    """Splits the text after the first barrier of the frame into pieces."""
     text = program.text
     start = text.index("\n", text.index("mbarrier.init"))
     made = Pieces(program, text[:start], _PIECE.findall(text[start:]))
@@ -135,9 +136,10 @@ def pieces_of(program: Drawn) -> Pieces:
 
 
 def _keep_together(made: Pieces, forward: Sequence[tuple[int, int]]) -> None:
-    """What warps meet in needs the branches over it, a table goes with its switch, and what stays keeps what it needs.
+    """A meeting of warps needs the branches over it, a table goes with its switch, and statements that stay keep their
+    needs.
 
-    `forward`: branches and their labels, of those that lead on.
+    `forward`: forward branches with their labels.
     """
     for branch, target in forward:
         for at in range(branch + 1, target):
@@ -153,7 +155,7 @@ def _keep_together(made: Pieces, forward: Sequence[tuple[int, int]]) -> None:
 
 
 def smallest(pieces: Pieces, kept: Sequence[int], disagrees: Disagrees, keep: Callable[[list[int]], None]) -> list[int]:
-    """ddmin of `kept`, with which the program disagrees; `keep` is told of each step."""
+    """Shrinks `kept` by ddmin while the program disagrees; calls `keep` at each step."""
 
     def tried(some: Iterable[int]) -> bool:
         nonlocal kept
@@ -179,7 +181,7 @@ def smallest(pieces: Pieces, kept: Sequence[int], disagrees: Disagrees, keep: Ca
 
 
 class OnDevice:
-    """What the device leaves of a text by two assemblers."""
+    """The device's outputs of a text by two assemblers."""
 
     def __init__(self, folder: Path, out: Path, number: int) -> None:
         sys.path.insert(0, str(folder))
@@ -197,22 +199,22 @@ class OnDevice:
         self.words: list[Any] = []
 
     def lines(self, word: str) -> list[str]:
-        """Of the file of the program, those that begin with `word`."""
+        """Returns the lines of the program's file that begin with `word`."""
         text = self.log.read_text() if self.log.exists() else ""
         return [line for line in text.splitlines() if line.startswith(f"{word} ")]
 
     def kept(self) -> list[int] | None:
-        """Of a run before."""
+        """Returns the statements kept by an earlier run."""
         lines = self.lines("kept")
         return [int(one) for one in lines[-1].split()[1:]] if lines else None
 
     def say(self, line: str) -> None:
-        """Write a line to the file of the program."""
+        """Writes a line to the program's file."""
         with self.log.open("a") as file:
             file.write(f"{line}\n")
 
     def disagree(self, text: str) -> bool:
-        """Whether the two leave other bytes. A text that hangs or fails ends the process, and is not tried again."""
+        """Whether the two outputs differ. A text that hangs or fails ends the process, and is not tried again."""
         digest = sha256(f"{self.ptxas[1]} {text}".encode()).hexdigest()[:16]
         if digest in self.failed:
             return False
@@ -241,7 +243,7 @@ class OnDevice:
         return bool((left[0] != left[1]).any())
 
     def shown(self) -> str:
-        """Where the last two outputs differ: how many words, the first of them, and what the two left."""
+        """Where the last two outputs differ: how many words, the first of them, and its two values."""
         at = [int(one) for one in (self.words[0] != self.words[1]).nonzero()[0]]
         first = ", ".join(f"{one}: {int(self.words[0][one]):#x} {int(self.words[1][one]):#x}" for one in at[:6])
         return f"{len(at)} words; {first}"
@@ -249,7 +251,7 @@ class OnDevice:
 
 @cache
 def _device(folder: Path, size: int) -> tuple[Any, int, int]:
-    """The device, and the places of the input and of the output: one of each a process."""
+    """The device, and the addresses of the input and of the output: one of each a process."""
     import ask  # type: ignore[import-not-found]
     import numpy as np
 
@@ -294,13 +296,13 @@ def _worker(folder: Path, out: Path, until: float, numbers: Sequence[int]) -> No
 
 
 def _all_ptxas() -> Iterator[str]:
-    """Those of the path, the first of it first."""
+    """Yields every ptxas of the path, in its order."""
     found = subprocess.run(["which", "-a", "ptxas"], capture_output=True, text=True, check=False).stdout
     yield from found.split()
 
 
 def main(arguments: Sequence[str]) -> None:
-    """See above."""
+    """Runs the command line; see the module."""
     if arguments[0] == "--until":
         _worker(Path(arguments[2]), Path(arguments[3]), float(arguments[1]), [int(one) for one in arguments[4:]])
     folder, out, seconds, numbers = Path(arguments[0]), Path(arguments[1]), float(arguments[2]), arguments[3:]

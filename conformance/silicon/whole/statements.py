@@ -1,4 +1,4 @@
-"""A drawn program's text, taken apart into instructions and put together again."""
+"""Splits a drawn program's text into instructions and joins them again."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from conformance.silicon.whole.cuts import PIECE
 
 INSTRUCTION = re.compile(r"[\s{}]*(@!?%\w+ )?([a-z][\w.:]*) (\{[^}]*\}|[^,;]*)(?:, ([^;]*))?;")
-"""Its groups: the guard, the opcode, the first operand, the others."""
+"""Groups: the guard, the opcode, the first operand, the others."""
 _NO_RESULT = re.compile(r"st\.|red\.|bra|brx|bar\.(sync|arrive|warp)|barrier|fence|cp\.|wgmma\.(fence|commit|wait)")
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """Of piece `at`: `guard` with its @ and a space behind it, or ""; `into` its first operand, `rest` the others."""
+    """Instruction of piece `at`: `guard` with its @ and a trailing space, or ""; `into` its first operand, `rest` the
+    others."""
 
     at: int
     guard: str
@@ -35,7 +36,7 @@ class Instruction:
 
     @property
     def unless(self) -> str:
-        """The guard that holds where this one's does not; "" for none."""
+        """The negated guard; "" for none."""
         return self.guard.replace("@!", "@") if "!" in self.guard else self.guard.replace("@", "@!")
 
     @property
@@ -51,22 +52,22 @@ class Instruction:
 
 
 Program = Sequence[Instruction]
-"""In the order of the text."""
+"""Instructions in the order of the text."""
 
 
 def instructions(pieces: Sequence[str]) -> list[Instruction]:
-    """All of the pieces that are instructions."""
+    """Returns the pieces that are instructions."""
     found = [(at, INSTRUCTION.match(one)) for at, one in enumerate(pieces)]
     return [Instruction(at, *(part or "" for part in one.groups())) for at, one in found if one]
 
 
 def parted(text: str) -> tuple[str, list[str]]:
-    """The frame, and the pieces behind its first barrier."""
+    """Splits a text into the frame and the pieces after its first barrier."""
     start = text.index("\n", text.index("mbarrier.init"))
     return text[:start], PIECE.findall(text[start:])
 
 
 def joined(pieces: Sequence[str], instead: Mapping[int, str]) -> str:
-    """The pieces, some of them replaced; braces before them stay."""
+    """Joins the pieces, some of them replaced; braces before them stay."""
     leads = [one[: len(one) - len(one.lstrip(" \n{}"))] for one in pieces]
     return "".join(leads[at] + instead[at] if at in instead else one for at, one in enumerate(pieces))

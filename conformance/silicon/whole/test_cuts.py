@@ -1,4 +1,4 @@
-"""A cut of a random program is a program, and the first that differs names where two answers part."""
+"""A cut of a random program is a program, and the first differing cut names where two answers part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conformance.silicon.whole.parted import parting, told
 from conformance.silicon.whole.programs import Bytes
 
 NUMBERS = (1, 10, 30, 91, 12066)
-"""Of no engine, wgmma, TMA, a call before an atomic."""
+"""Programs with no engine, with wgmma, with TMA, and with a call before an atomic."""
 
 
 @pytest.fixture(autouse=True)

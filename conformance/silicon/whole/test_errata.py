@@ -1,4 +1,4 @@
-"""Least programs that levels of ptxas part in: the machine leaves what -O0 left; and how they are made small."""
+"""Minimal programs on which levels of ptxas differ: the machine leaves the -O0 result; and how they are made small."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_page_is_current() -> None:
 
 
 def _made_small(number: int, kept: list[int]) -> tuple[Pieces, list[int]]:
-    """Of a program in which abs.f32 under a guard keeps a NaN, as ptxas has it, what stays of `kept`."""
+    """Shrinks `kept` of a program in which abs.f32 under a guard keeps a NaN, as with ptxas."""
     program = drawn(number)
     pieces = pieces_of(program)
 

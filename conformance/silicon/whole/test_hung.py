@@ -1,4 +1,4 @@
-"""Why random programs hang: each cause is seen in SASS that has it, and not in SASS without."""
+"""Why random programs hang: each cause is found in SASS that has it, and not in SASS without."""
 
 from __future__ import annotations
 

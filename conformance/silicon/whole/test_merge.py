@@ -1,4 +1,4 @@
-"""Answers to random programs are taken into the record whole and once, and what is doubtful is refused."""
+"""Answers to random programs enter the record whole and once, and doubtful ones are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hashes(seed: int, *failed: int) -> npt.NDArray[np.uint64]:
 
 
 def told(folder: Path, modules: dict[int, npt.NDArray[Any]], failed: str = "", drawer: object = DRAWER) -> Path:
-    """OUT of ask.py."""
+    """Makes an OUT as ask.py does."""
     folder.mkdir()
     arrays = {str(first): one for first, one in modules.items()} | {"drawer": np.asarray(drawer)}
     np.savez_compressed(folder / "hashes.npz", allow_pickle=False, **arrays)

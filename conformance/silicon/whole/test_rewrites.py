@@ -1,4 +1,4 @@
-"""Rewrites of random programs: texts stay programs, and what is not rewritten stays as it is."""
+"""Rewrites of random programs: texts stay programs, and the rest of the text stays as it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine leaves what an H200 left: programs of all forms that are not lane-wise, and random ones."""
+"""The machine leaves the same bytes as an H200: programs of all forms that are not lane-wise, and random ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANDOM = (1, 2, 3, 10, 17, 20, 30, 33, 50, 1234, 2060, 2538, 15440, 23960, 30240
 
 
 def _cut(total: Float64, bits: int) -> Float32:
-    """A sum that is cut before it is rounded to f16."""
+    """A sum that is truncated before it is rounded to f16."""
     cut = accumulate._truncate(total, np.zeros(total.shape, np.int64), bits)
     return cut.astype(np.float16).astype(np.float32) + np.float32(0)
 
@@ -56,7 +56,7 @@ FAULTS = [
     ("backends.vm.tensor.tma_box._NAN_FILL", {16: 0x7FFF, 32: 0x7FFFFFFF, 64: 0x7FF8 << 48}, "tensor load 42 f64"),
     ("backends.vm.isa.memory_access._single_sum", lambda *, flush: SUM(flush=False), "atomics global"),
 ]
-"""A rule of the machine, what it becomes, and a program that must notice."""
+"""A rule of the machine, its faulty replacement, and a program that must notice."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,8 @@ def test_every_program_has_the_answer_to_itself() -> None:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_machine_leaves_what_an_h200_left(part: int) -> None:
-    """All that move and meet, and every sixth product; `python -m conformance.silicon.whole.forms` runs all of them."""
+    """All programs except matrix products, and every sixth product; `python -m conformance.silicon.whole.forms` runs
+    all."""
     products = [program for program in PROGRAMS if program.name.startswith(MATRICES)]
     others = [program for program in PROGRAMS if not program.name.startswith(MATRICES)]
     some = [*products[5::6], *others][part::PARTS]
@@ -159,7 +160,7 @@ def test_what_ptxas_made_of_a_program_leaves_what_an_h200_left(number: int, name
 
 @pytest.mark.parametrize("number", [552, 3835, 69560])
 def test_bytes_that_no_h200_left_are_not_explained(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """With few texts of the rare faults: hundreds take a minute."""
+    """Uses few texts of the rare faults: hundreds take a minute."""
     monkeypatch.setattr(rewrites, "_MOST_TRIES", 10)
     left = DRAWN_ANSWERS.left(number)
     assert as_ptxas.explained(number, left), f"program {number} is not explained by few texts"
