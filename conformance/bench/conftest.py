@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--output", type=Path, help=f"record file; default: a new one in {RUNS}")
     group.addoption("--jobs", type=int, help="worker processes where nothing is timed; default: one a core")
     group.addoption("--shard", metavar="I/N", help="part I of N, of about equal cost; rows of one case stay together")
-    group.addoption("--run-set", metavar="ID", default="", help="name common to the shards; default: of what they run")
+    group.addoption("--run-set", metavar="ID", default="", help="name that all shards share; default: from their rows")
     group.addoption("--ray", metavar="ADDRESS", help='cases as tasks of this Ray cluster; "local": of one on this host')
     group.addoption("--rse", type=float, default=Policy().target, help="relative standard error that is enough")
     group.addoption("--budget", type=float, default=Policy().budget_s, help="device seconds of a row and temperature")

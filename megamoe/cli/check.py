@@ -40,9 +40,11 @@ Schedule = Annotated[
     list[str] | None,
     typer.Option("--schedule", metavar="NAME", help="eager, lazy, random:SEED.  [default: four; eager for tests]"),
 ]
-Entry = Annotated[str | None, typer.Option("--entry", metavar="NAME", help="Launch this kernel, not just read all.")]
+Entry = Annotated[
+    str | None, typer.Option("--entry", metavar="NAME", help="Launch this kernel instead of only reading the file.")
+]
 KeptPtx = Annotated[
-    Path | None, typer.Option("--keep-ptx", metavar="FILE", help="Where to write the PTX that the lines are of.")
+    Path | None, typer.Option("--keep-ptx", metavar="FILE", help="Write the PTX that line numbers refer to.")
 ]
 
 

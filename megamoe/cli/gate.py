@@ -48,7 +48,7 @@ from megamoe.spec.spec import Spec
 
 Files = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="RECORDS", help="Record files, or folders; none: run the rows now."),
+    typer.Argument(metavar="RECORDS", help="Record files or folders. Without any, the rows run now."),
 ]
 BaselineFile = Annotated[
     Path | None,
@@ -56,7 +56,7 @@ BaselineFile = Annotated[
 ]
 Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write the verdict as JUnit XML.")]
 Strict = Annotated[
-    bool, typer.Option("--strict", help="Fail, too, on what got better, and on records of another git revision.")
+    bool, typer.Option("--strict", help="Also fail on rows that got better and on records of another revision.")
 ]
 
 
@@ -70,9 +70,10 @@ def gate(
     baseline: BaselineFile = None,
     junit: Junit = None,
     strict: Strict = False,
-    output: Annotated[Path | None, typer.Option("--output", help="Record file of the rows that are run now.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Record file for rows that run now.")] = None,
     trusted: Annotated[
-        Path | None, typer.Option("--trusted", metavar="KEYS", help="Only what one of these public keys has signed.")
+        Path | None,
+        typer.Option("--trusted", metavar="KEYS", help="Accept only records signed by one of these public keys."),
     ] = None,
 ) -> None:
     """Checks a run, either the smoke profile run now or record files, against the rows that it owed and the baseline.
@@ -306,14 +307,16 @@ Rows = Annotated[list[str] | None, typer.Argument(metavar="ROW...", help="Rows a
 AllOf = Annotated[
     str | None, typer.Option("--all-of", metavar="CASE-GLOB", help="All rows whose case matches, instead of ROW.")
 ]
-Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why the change is right. It is kept.")]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why the change is right; kept in the baseline.")]
 From = Annotated[
     list[Path] | None,
-    typer.Option("--from", metavar="RECORDS", help=f"Where the rows were seen.  [default: the newest file in {RUNS}]"),
+    typer.Option(
+        "--from", metavar="RECORDS", help=f"Records that have the rows.  [default: the newest file in {RUNS}]"
+    ),
 ]
 ChangedFile = Annotated[
     Path | None,
-    typer.Option("--baseline", metavar="FILE", help="What to change.  [default: vm.jsonl, or that of the device]"),
+    typer.Option("--baseline", metavar="FILE", help="Baseline to change.  [default: vm.jsonl, or the device's]"),
 ]
 
 

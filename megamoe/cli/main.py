@@ -122,7 +122,7 @@ def app(names: Iterable[str] = _ALL) -> typer.Typer:
 def _export() -> typer.Typer:
     from megamoe.cli import views
 
-    made = typer.Typer(no_args_is_help=True, help="Writes records in the formats of others.")
+    made = typer.Typer(no_args_is_help=True, help="Exports records to other tools' formats.")
     made.callback()(views.formats)
     made.command("flashinfer")(_ending(views.export_flashinfer))
     return made

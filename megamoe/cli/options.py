@@ -93,13 +93,18 @@ MAX_TIMEOUT_S = 7 * 24 * 3600
 Jobs = Annotated[int, typer.Option("--jobs", parser=bounded(int, 1, MAX_JOBS), metavar="N", help="Worker processes.")]
 TimeLimit = Annotated[
     float,
-    typer.Option("--timeout", parser=bounded(float, 0.1, MAX_TIMEOUT_S), metavar="SECONDS", help="Host seconds a row."),
+    typer.Option(
+        "--timeout",
+        parser=bounded(float, 0.1, MAX_TIMEOUT_S),
+        metavar="SECONDS",
+        help="Time limit per row, in host seconds.",
+    ),
 ]
 Ray = Annotated[
     str | None,
-    typer.Option("--ray", metavar="ADDRESS", help='Rows as tasks of this Ray cluster; "local": of one on this host.'),
+    typer.Option("--ray", metavar="ADDRESS", help='Run rows as tasks of this Ray cluster; "local" starts one here.'),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say only what is wrong, and the verdict.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems and the verdict.")]
 Expected = Annotated[
     Path | None, _names("--expected", "FILE", "Known failures.", "conformance/expected.yaml, for our specs")
 ]
@@ -139,10 +144,12 @@ class Asked:
 class HowCompared:
     """How two sides are compared."""
 
-    across: Annotated[bool, typer.Option("--across", help="Compare other machines or versions; labelled.")] = False
+    across: Annotated[
+        bool, typer.Option("--across", help="Compare across machines or versions; the result is labelled.")
+    ] = False
     rename: Annotated[
         list[str] | None,
-        typer.Option("--rename", metavar="NEW=OLD", help="Hold this backend against that one of before."),
+        typer.Option("--rename", metavar="NEW=OLD", help="Compare backend NEW with backend OLD of BEFORE."),
     ] = None
 
 
@@ -163,15 +170,18 @@ class Sought:
         str, typer.Option("--profile", metavar="NAME", help="strict, default or lenient: which findings count.")
     ] = "default"
     suppress: Annotated[
-        Path | None, typer.Option("--suppress", metavar="FILE", help="YAML of findings that do not count.")
+        Path | None, typer.Option("--suppress", metavar="FILE", help="YAML file of findings to ignore.")
     ] = None
     format: Annotated[str, typer.Option("--format", metavar="NAME", help="text, json, sarif or junit.")] = "text"
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Where to.  [default: standard output]")
+        Path | None, typer.Option("--output", metavar="FILE", help="Write findings here.  [default: standard output]")
     ] = None
 
 
-Sizes = Annotated[str, typer.Option(metavar="X[,Y[,Z]]")]
+def _sizes(option: str, meaning: str) -> OptionInfo:
+    return typer.Option(option, metavar="X[,Y[,Z]]", help=meaning)
+
+
 MAX_SMEM = 1 << 20
 """More than any CTA has; the machine reports the actual limit."""
 
@@ -180,17 +190,27 @@ MAX_SMEM = 1 << 20
 class AskedLaunch:
     """How `megamoe check` launches a kernel. `timeout` also limits reading a kernel, and launches in tests."""
 
-    grid: Sizes = "1"
-    block: Sizes = "128"
-    cluster: Sizes = "1"
-    smem: Annotated[int, typer.Option("--smem", parser=bounded(int, 0, MAX_SMEM), metavar="BYTES")] = 0
+    grid: Annotated[str, _sizes("--grid", "CTAs of the grid.")] = "1"
+    block: Annotated[str, _sizes("--block", "Threads of a CTA.")] = "128"
+    cluster: Annotated[str, _sizes("--cluster", "CTAs of a cluster.")] = "1"
+    smem: Annotated[
+        int,
+        typer.Option(
+            "--smem", parser=bounded(int, 0, MAX_SMEM), metavar="BYTES", help="Dynamic shared memory of a CTA."
+        ),
+    ] = 0
     arg: Annotated[
         list[str] | None,
         typer.Option("--arg", metavar="VALUE", help="An argument: f32[1024] (random), u64[4] (zeros), 3.0, null."),
     ] = None
     timeout: Annotated[
         float,
-        typer.Option("--timeout", parser=bounded(float, 0.1, MAX_TIMEOUT_S), metavar="SECONDS", help="Of a launch."),
+        typer.Option(
+            "--timeout",
+            parser=bounded(float, 0.1, MAX_TIMEOUT_S),
+            metavar="SECONDS",
+            help="Time limit per launch, in seconds.",
+        ),
     ] = DEFAULT_TIMEOUT_S
 
     @property
@@ -213,11 +233,11 @@ class Share:
     """Which share of the rows to run or judge."""
 
     shard: Annotated[
-        str | None, typer.Option("--shard", metavar="I/N", help="Part I of N, of about equal cost; the rest elsewhere.")
+        str | None, typer.Option("--shard", metavar="I/N", help="Run part I of N parts of about equal cost.")
     ] = None
     run_set: Annotated[
         str | None,
-        typer.Option("--run-set", metavar="ID", help="Name common to the shards.  [default: from what they run]"),
+        typer.Option("--run-set", metavar="ID", help="Name that all shards share.  [default: from their rows]"),
     ] = None
 
     @property

@@ -64,9 +64,7 @@ def list_cases(
     profile: Annotated[str | None, typer.Option("--profile", metavar="NAME", help="Only this profile.")] = None,
     where: Wheres = None,
     specs: Specs = None,
-    axes: Annotated[
-        bool, typer.Option("--axes", help="A column for every axis that varies, defaults included.")
-    ] = False,
+    axes: Annotated[bool, typer.Option("--axes", help="One column per axis that varies, defaults included.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON array instead of a table.")] = False,
 ) -> None:
     """Lists the cases of the matrices, as a table or as JSON."""
@@ -269,7 +267,7 @@ def _one_line(error: BaseException) -> str:
 
 def schema(
     version: Annotated[
-        int, typer.Option("--version", parser=bounded(int, 0, 10**6), metavar="N", help="Of this version.")
+        int, typer.Option("--version", parser=bounded(int, 0, 10**6), metavar="N", help="Version of the schema.")
     ] = SCHEMA_VERSION,
 ) -> None:
     """Prints the JSON Schema of a line of a record file. results/schema holds the output."""

@@ -35,21 +35,23 @@ _SIDE = "a record file, a folder of them, a git revision, or REV:PATH"
 
 @with_options
 def compare(
-    before: Annotated[str, typer.Argument(metavar="BEFORE", help=f"What it was: {_SIDE}.")],
-    after: Annotated[str, typer.Argument(metavar="AFTER", help="What it is now, likewise.")],
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help=f"The earlier side: {_SIDE}.")],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help="The later side, likewise.")],
     held: HowCompared,
     row: Annotated[
         list[str] | None,
         typer.Option("--row", metavar="GLOB", help='Only rows whose text matches, as "*on ptx*(timing)".'),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="AMBIGUOUS fails as well.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Show the rows that are the same, too.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail on AMBIGUOUS too.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also show rows that are the same.")] = False,
     most: Annotated[
         int, typer.Option("--most", parser=bounded(int, 0, 10**6), metavar="N", help="Show at most N rows.")
     ] = 100,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the whole comparison as JSON.")
+    ] = None,
     markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write it as a comment on a change.")
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write it as Markdown for a pull request.")
     ] = None,
     specs: Specs = None,
 ) -> None:
@@ -112,7 +114,7 @@ def report(
         str | None,
         typer.Option("--against", metavar="BASE", help="Compare with this: a file, a folder or a git revision."),
     ] = None,
-    text: Annotated[bool, typer.Option("--text", help="Tables in the terminal instead of the page.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Print tables instead of writing the page.")] = False,
     specs: Specs = None,
 ) -> None:
     """Makes one self-contained HTML page of record files: matrix, times, comparison, coverage, history.
@@ -186,7 +188,7 @@ def export_flashinfer(
     records: Annotated[list[Path], typer.Argument(metavar="RECORDS", help="Record files.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder for the dataset.")],
     temperature: Annotated[
-        Literal["cold", "hot"], typer.Option("--temperature", help="Of the L2, for the times.")
+        Literal["cold", "hot"], typer.Option("--temperature", help="L2 state of the exported times.")
     ] = "cold",
     specs: Specs = None,
 ) -> None:
