@@ -291,7 +291,7 @@ _ALL = (
         "Free what malloc returned, once.",
     ),
     _error(
-        "schedule-dependent", "8.7.1", "The results depend on when asynchronous work completes.",
+        "schedule-dependent", "8.7.1", "The results depend on when asynchronous work ends.",
         "Look for a missing wait: `megamoe check` found different results under two schedules.",
     ),
     # What the ISA does not promise, and production kernels rely on.
