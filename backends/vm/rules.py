@@ -204,7 +204,7 @@ _ALL = (
     # Undefined values.
     *(
         _error(
-            slug, "8.1", f"A value that nobody wrote decides something: {what} holds what was left there.",
+            slug, "8.1", f"A value that was never written decides something: {what} holds leftover data.",
             "Write before reading, or mask the part that was not written.",
         )
         for slug, what in (
