@@ -22,10 +22,10 @@ MEASURED = Path(__file__).parents[2] / "conformance" / "vm" / "isa" / "witnessed
 NOT_ASKED = {
     "brkpt": "It ends the context.",
     "trap": "It ends the context.",
-    "multimem.": "It needs a multicast object, memory of several GPUs.",
-    "cvta{.to}.<space>.u32": "ptxas makes no machine code of 32-bit addresses for sm_90 and later.",
-    "st.async{.weak}{.shared::cluster}.mbarrier": "It is of PTX 9.2, and the ptxas of the device's toolkit writes 9.0.",
-    "call{.uni}": "Direct calls run in random programs, of which hashes alone are kept.",
+    "multimem.": "It needs a multicast object, which is memory of several GPUs.",
+    "cvta{.to}.<space>.u32": "ptxas makes no machine code for 32-bit addresses for sm_90 and later.",
+    "st.async{.weak}{.shared::cluster}.mbarrier": "It is from PTX 9.2, and the device's toolkit has PTX 9.0.",
+    "call{.uni}": "Direct calls run in random programs, and only hashes of those are kept.",
 }
 """Why a form that ptxas takes for sm_90a has no witness on hardware, keyed by the beginning of its spelling."""
 
@@ -97,10 +97,11 @@ def as_markdown() -> str:
     lines = [
         "# What the PTX virtual machine implements",
         "",
-        "Generated from the registry by `python -m backends.vm.coverage > results/coverage.md`; a test keeps it so.",
-        f"Sections are those of the PTX ISA {ISA_EDITION}. Witness: `hardware`: it ran on a GPU, with the words",
-        "listed at the end, and what it gave is test data here; `document`: tests hold it against the ISA's text.",
-        "Second kernel: packages by others whose kernels ran through it and computed what torch does (witness.md).",
+        "`python -m backends.vm.coverage > results/coverage.md` generates this page from the registry; a test keeps it",
+        f"current. Sections are those of PTX ISA {ISA_EDITION}. Witness `hardware`: the form ran on a GPU, with the",
+        "words listed at the end, and its results are test data here. Witness `document`: tests hold the form to the",
+        "text of the ISA. Second kernel: packages by others whose kernels executed the form and computed the same as",
+        "torch (witness.md).",
         "",
         f"{len(forms)} forms in {len({family_of(form) for form in forms})} families; "
         f"{sum(form in hardware() for form in forms)} are witnessed by hardware, "
@@ -112,7 +113,7 @@ def as_markdown() -> str:
             f"| `{form.spelling}` | {form.section} | {_witness(form)} | {', '.join(seconds.get(form, ()))} |"
             for form in members
         ]
-    lines += ["", "## What ptxas takes for sm_90a, and no GPU was asked", "", "| forms | why not |", "|---|---|"]
+    lines += ["", "## What ptxas accepts for sm_90a and no GPU ran", "", "| forms | why not |", "|---|---|"]
     lines += [f"| `{begin}` | {why} |" for begin, why in NOT_ASKED.items()]
     lines += ["", "## What ran on a GPU", "", "Files are under conformance/silicon.", ""]
     lines += ["| data | opcodes |", "|---|---|"]

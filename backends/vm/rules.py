@@ -448,7 +448,7 @@ def as_markdown() -> str:
         "",
         f"The machine checks {len(RULES)} rules. "
         "[Bring your kernel](../bring-your-kernel.md) says how to read a finding, choose a profile and suppress one.",
-        "Sections refer to the PTX ISA 9.1. `python -m backends.vm.rules > docs/rules/README.md` makes this page.",
+        "Sections refer to PTX ISA 9.1. `python -m backends.vm.rules > docs/rules/README.md` writes this page.",
         "",
         "Eleven families of rules have a page, with what goes wrong, the smallest kernel that shows it, the finding, "
         "the fix, and public bugs of this kind.",

@@ -157,14 +157,15 @@ def _asked_of_machine(first: Version | None, oldest: Version) -> list[tuple[Vers
 def as_markdown(answers: Answers, found: Comparison) -> str:
     """Returns the page: counts by family, and what only ptxas takes."""
     lines = [
-        "# What ptxas takes, and what the machine takes",
+        "# What ptxas accepts, and what the machine accepts",
         "",
-        "Written by `python -m conformance.acceptance`; a test keeps it so. Each spelling of the machine's forms (of",
-        "those with many spellings, some), and of a grammar of the ISA's syntax, is one instruction. ptxas",
-        f"{answers.ptxas} was asked whether it takes the instruction, for {', '.join(TARGETS)}",
-        "and each PTX version from 8.0 on. Its answers are in acceptance.json.gz. What neither takes is not listed.",
+        "`python -m conformance.acceptance` writes this page; a test keeps it current. Each spelling is one",
+        "instruction. The spellings come from the machine's forms (a sample where a form has many) and from a grammar",
+        f"of the ISA's syntax. ptxas {answers.ptxas} was asked whether it accepts each for {', '.join(TARGETS)}",
+        "and each PTX version from 8.0 on; acceptance.json.gz has its answers. Spellings that neither accepts are not",
+        "listed.",
         "",
-        f"{len(found.both)} spellings are taken by both, {len(found.only_ptxas)} by ptxas alone, "
+        f"{len(found.both)} spellings are accepted by both, {len(found.only_ptxas)} by ptxas alone, "
         f"{len(found.only_ours)} by the machine alone.",
         "",
         "| opcode | both | ptxas alone |",
@@ -173,13 +174,19 @@ def as_markdown(answers: Answers, found: Comparison) -> str:
     both, theirs = _by_family(found.both), _by_family(found.only_ptxas)
     families = sorted({*both, *theirs})
     lines += [f"| `{family}` | {len(both[family])} | {len(theirs[family])} |" for family in families]
-    lines += ["", "## Taken by ptxas alone", "", "One line an opcode; the words that its spellings have after it.", ""]
+    lines += [
+        "",
+        "## Accepted by ptxas alone",
+        "",
+        "One line per opcode, with the words that follow it in its spellings.",
+        "",
+    ]
     for family in sorted(theirs):
         rest = theirs[family]
         if rest:
             words = sorted({word for one in rest for word in one.split(".")[family.count(".") + 1 :]})
             lines.append(f"- `{family}` ({len(rest)}): {' '.join(f'`{word}`' for word in words)}")
-    lines += ["", "## Refused by name", "", "Of those, what the machine refuses with a reason of its own.", ""]
+    lines += ["", "## Refused by name", "", "Of these, the machine refuses some with a reason of its own.", ""]
     for pattern, reason in REFUSED.items():
         lines.append(f"- {sum(bool(re.match(pattern, one)) for one in found.only_ptxas)} of `{pattern}`: {reason}")
     return "\n".join(lines) + "\n"

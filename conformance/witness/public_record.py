@@ -20,16 +20,16 @@ DOORS = ROOT / "results" / "doors.json"
 ARGUED = Path(__file__).with_name("argued.yaml")
 """Known findings of grade `error` in public kernels, each with its reason, as suppressions."""
 MEANING: Mapping[PublicStatus, str] = {
-    "ok": "the result is that of torch, and no finding counts in the default profile",
-    "argued": "the result is that of torch, and each finding that counts is argued below",
-    "defect": "the launch ended, or its result is not that of torch, because of a defect of the kernel argued below",
-    "finding": "a finding counts that nobody has argued yet, or ended the launch",
-    "wrong": "the result is not that of torch",
-    "unsupported": "the doors or the machine lack something that it needs",
+    "ok": "the result matches torch, and no finding counts in the default profile",
+    "argued": "the result matches torch, and every finding that counts is argued below",
+    "defect": "a defect of the kernel, argued below, ended the launch or made its result differ from torch",
+    "finding": "a finding that nobody has argued yet counts, or ended the launch",
+    "wrong": "the result differs from torch",
+    "unsupported": "the doors or the machine lack something that the kernel needs",
     "timed_out": "it did not end in time",
     "crashed": "its process ended",
-    "uncompiled": "its own compiler, at this version, refuses its source",
-    "not_run": "the checkout, a package or a compiler is not there",
+    "uncompiled": "this version of its own compiler refuses its source",
+    "not_run": "the checkout, a package or a compiler is missing",
 }
 
 
@@ -83,12 +83,13 @@ def table(rows: list[PublicRow]) -> str:
     lines = [
         "# Kernels of public repositories, in the VM",
         "",
-        "Written by `nox -s witness -- --sources DIR` with results/public.jsonl; a test keeps them in agreement. Each",
-        "case calls a function of a checkout, unmodified, through a door of megamoe, and compares with torch. Status: "
+        "`nox -s witness -- --sources DIR` writes this page together with results/public.jsonl; a test keeps them in",
+        "agreement. Each case calls an unmodified function of a checkout through a door of megamoe and compares the",
+        "result with torch. Status: "
         + "; ".join(f"`{status}`: {meaning}" for status, meaning in MEANING.items())
         + ".",
         "",
-        f"{right} of {len(ran)} cases that ran are right{share}, in {seconds / 60:.0f} minutes of CPU; "
+        f"{right} of {len(ran)} cases that ran are right{share}, in {seconds / 60:.0f} minutes of CPU time; "
         f"{len(rows) - len(ran)} did not run.",
         "",
         *_doors(),
@@ -120,8 +121,8 @@ def _doors() -> list[str]:
     if not DOORS.is_file():
         return []
     costs = json.loads(DOORS.read_text("utf-8"))
-    said = ", ".join(f"{one['median_ms']} ms by {door} (at most {one['most_ms']})" for door, one in costs.items())
-    return [f"A launch by a door takes, beside that of the machine itself and in CPU of one thread: {said}.", ""]
+    said = ", ".join(f"{one['median_ms']} ms with {door} (at most {one['most_ms']})" for door, one in costs.items())
+    return [f"A door adds to each launch, in CPU time of one thread: {said}.", ""]
 
 
 def _grouped(rows: list[PublicRow]) -> list[tuple[tuple[str, str], list[PublicRow]]]:

@@ -14,10 +14,10 @@ Status = Literal["pass", "wrong", "fault", "cannot run"]
 RESULTS = ROOT / "results"
 RECORD, TABLE, OPCODES = (RESULTS / f"witness{end}" for end in (".jsonl", ".md", "_opcodes.json"))
 MEANING: Mapping[Status, str] = {
-    "pass": "under the schedules eager, lazy and random:7 every output is torch's within the tolerance of its dtype",
-    "wrong": "an output is not",
+    "pass": "under the schedules eager, lazy and random:7 every output matches torch within the tolerance of its dtype",
+    "wrong": "an output does not",
     "fault": "the VM stopped at a broken rule",
-    "cannot run": "it was not compiled, or its host code refused",
+    "cannot run": "it did not compile, or its host code refused",
 }
 
 
@@ -64,12 +64,12 @@ def table(rows: list[Row]) -> str:
     """Returns the record for readers: a table for each package and target, then every witness that did not pass, with
     its reason."""
     lines = [
-        "# Kernels that none of us wrote, in the VM",
+        "# Kernels written by others, in the VM",
         "",
-        "Written by `nox -s witness` with results/witness.jsonl; a test keeps them in agreement. Each is compiled by",
-        "CuTeDSL on a machine without a GPU, and its host object and PTX run in the VM; torch in float64 says what",
-        "is right. Error: the largest of an element, relative to its size plus the root mean square of the output.",
-        "Instructions: executed, a warp each. Status: "
+        "`nox -s witness` writes this page together with results/witness.jsonl; a test keeps them in agreement.",
+        "CuTeDSL compiles each kernel on a machine without a GPU, and its host object and PTX run in the VM. The",
+        "reference is torch in float64. Error: the largest error of an element, relative to the element's size",
+        "plus the root mean square of the output. Instructions: warp instructions executed. Status: "
         + "; ".join(f"`{status}`: {meaning}" for status, meaning in MEANING.items())
         + ".",
         "",

@@ -128,30 +128,31 @@ def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str], 
         return []
     texts = {one.base.split()[1] for one in seen}
     return [
-        "## On an H200, and under compute-sanitizer",
+        "## On an H200 and under compute-sanitizer",
         "",
-        "Mutants of sm_90a programs on the case that kills them in the VM, from `results/records/h200-mutants.json`:",
-        "launched alone (20 launches, bits compared with those of the program as it is), then once under each tool of",
-        "compute-sanitizer. `conformance/kernels/mutants/carried.py` and `on_device.py` there say how. They are of the",
-        f"kernels of that session: of their {len(texts)} texts {len(texts & set(programs))} are among those of the",
-        "rest of this page, and the others are of older kernels.",
+        "`results/records/h200-mutants.json` has mutants of sm_90a programs, each on the case that kills it in the VM.",
+        "Each was launched alone (20 launches, bits compared with the unchanged program's), then once under each tool",
+        "of compute-sanitizer (`conformance/kernels/mutants/carried.py` and `on_device.py` in that folder). The",
+        f"programs are the kernels of that session: {len(texts & set(programs))} of their {len(texts)} texts are among",
+        "those of the rest of this page, and the others are of older kernels.",
         "",
-        f"Programs as they are: {len(whole)}, {sum(one.fate == 'right' for one in whole)} right; {_tools_of(whole)}.",
+        f"Unchanged programs: {len(whole)}, {sum(one.fate == 'right' for one in whole)} right; {_tools_of(whole)}.",
         "",
-        *(f"- {tool} reports `{one.base}` as it is" for one in whole for tool in one.reporting),
+        *(f"- {tool} reports the unchanged `{one.base}`" for one in whole for tool in one.reporting),
         *(
             [
                 "",
-                "docs/compute-sanitizer.md says why such a report of racecheck is wrong. What initcheck reports are",
-                "entries of the table of tiles: a CTA asks for its entry together with their number, and uses it if it",
-                "is there.",
+                "docs/compute-sanitizer.md says why these reports of racecheck are wrong. initcheck reports entries of",
+                "the table of tiles: a CTA loads its entry together with the number of entries, and uses it only if it",
+                "exists.",
             ]
             if any(one.reporting for one in whole)
             else []
         ),
         "",
-        "A cell of a tool: mutants that it reports, of those that it was run on. Mutants of a program that it reports",
-        "as it is are left out. What hangs ran under that of the deadlocks alone: what other tools say is below.",
+        "A tool's cell has the number of mutants that it reports, of those that it ran on. Mutants of a program that",
+        "it reports unchanged are left out. Mutants that hang ran only under `racecheck, deadlocks`; what the other",
+        "tools report for them is below.",
         "",
         "| class | mutants | right | wrong | fault | hang | VM kills | " + " | ".join(TOOLS) + " | any tool |",
         "|---" * (8 + len(TOOLS)) + "|",
@@ -209,12 +210,12 @@ def _compared(mutants: Sequence[Seen], killed: Collection[str], lived: Collectio
     alone = sum(one.id in killed and not one.reporting for one in tools)
     blamed = [one for one in tools if one.id in lived and one.reporting]
     return [
-        f"The VM was asked about {len(asked)} of them. Of {len(shows)} that are wrong, fault or hang on the H200 it "
-        f"kills {len(shows) - len(missed)}. {silent} that it kills are right on the H200 in every launch.",
-        f"Of {len(tools)} of them that a tool ran on, the VM kills {alone} of which no tool says anything, and a tool "
-        f"reports {len(blamed)} that the VM lets live.",
-        *(f"- `{one.id}` is {one.fate} on the H200, and lives in the VM" for one in missed),
-        *(f"- `{one.id}` lives in the VM, and {', '.join(one.reporting)} reports it" for one in blamed),
+        f"The VM ran {len(asked)} of them. It kills {len(shows) - len(missed)} of {len(shows)} that are wrong, fault "
+        f"or hang on the H200. {silent} that it kills are right on the H200 in every launch.",
+        f"A tool ran on {len(tools)} of these. The VM kills {alone} that no tool reports, and a tool reports "
+        f"{len(blamed)} that survive in the VM.",
+        *(f"- `{one.id}` is {one.fate} on the H200 and survives in the VM" for one in missed),
+        *(f"- `{one.id}` survives in the VM, and {', '.join(one.reporting)} reports it" for one in blamed),
     ]
 
 
@@ -237,9 +238,9 @@ def _hanging(seen: Sequence[Seen]) -> list[str]:
     if not any(ran.values()):
         return []
     lines = [
-        "Mutants that hang, once more with waits for mbarriers that give up 150 ms after their kernel has begun",
-        "(`carried --hanging`): a thread whose wait does so exits, and a launch ends. initcheck then reports that the",
-        "next kernel reads what the one that gave up has not written, which is no finding about the mutant.",
+        "Mutants that hang ran once more with mbarrier waits that give up 150 ms after the start of their kernel",
+        "(`carried --hanging`): a thread whose wait gives up exits, so the launch ends. initcheck then reports that",
+        "the next kernel reads what the one that gave up has not written. That is not a finding about the mutant.",
         "",
         "| tool | ran on | reports | what |",
         "|---|---|---|---|",

@@ -90,7 +90,7 @@ def reasons(path: Path = REASONS) -> list[Reason]:
 def reason_of(one: Outcome, known: Sequence[Reason]) -> Reason | None:
     """The first reason that explains a survivor."""
     if one.same_code:
-        return Reason("equivalent", "the assembler makes the same machine code of it")
+        return Reason("equivalent", "the assembler produces the same machine code")
     return next((each for each in known if each.explains(one)), None)
 
 
@@ -117,19 +117,19 @@ def table(record: Record, known: Sequence[Reason], *, ours: bool = True) -> str:
     lines = [
         "# Mutants",
         "",
-        "Programs with one thing changed, run in the VM until a check kills them: made by `nox -s mutants -- --table`,",
-        f"from `{record.path.name}` (docs/mutants.md). `conformance/kernels/mutants/mutant.py` has the",
-        "classes, `survivors.yaml` there the reasons. A mutant is killed by a verdict other than passed, or by a",
-        "finding that the program itself has not; the schedule `collected` is eager with findings collected, as at the",
-        "doors, and `few_ctas:N` is N persistent CTAs (`few_ctas.py` there). `nox -s mutants -- --id ID` runs",
-        "one again.",
+        "A mutant is a program with one change; the VM runs it until a check kills it. `nox -s mutants -- --table`",
+        f"writes this page from `{record.path.name}` (docs/mutants.md). `conformance/kernels/mutants/mutant.py` has",
+        "the classes, and `survivors.yaml` in that folder the reasons. A mutant is killed by a verdict other than",
+        "passed, or by a finding that the unchanged program does not have. The schedule `collected` is eager with",
+        "findings collected, as at the doors; `few_ctas:N` is N persistent CTAs (`few_ctas.py` in that folder).",
+        "`nox -s mutants -- --id ID` runs one mutant again.",
         "",
         *(_of_their_programs() if any(map(theirs, found)) else ()),
         _sum("All", found, equal),
-        _sum("Of them synchronisation", [one for one in found if one.kind in SYNCHRONISATION], equal),
+        _sum("Synchronisation only", [one for one in found if one.kind in SYNCHRONISATION], equal),
         *_by_smoke(found, equal),
         "",
-        "Synchronisation is drawn more often than the rest, so that the shares by class are what compares.",
+        "Synchronisation is drawn more often than the rest, so compare the shares by class.",
         "",
         *(_of_our_programs(found) if ours else ()),
         "## By class",
@@ -144,7 +144,7 @@ def table(record: Record, known: Sequence[Reason], *, ours: bool = True) -> str:
         "",
         "## By case",
         "",
-        "The case that killed: cases of a program run from the smallest to the largest.",
+        "The case that killed the mutant. Cases of a program run from the smallest to the largest.",
         "",
         *_counted("case", found, lambda one: one.case),
         "",
@@ -169,8 +169,8 @@ def table(record: Record, known: Sequence[Reason], *, ours: bool = True) -> str:
         "",
         "## What was run",
         "",
-        "Options; how many mutants these draw, of which `--seconds` may leave some; when; the git tree of",
-        "`backends/vm`. Of a mutant that was run again the last outcome counts.",
+        "Each line has the options, the number of mutants that they draw (`--seconds` may leave some of them), the",
+        "time, and the git tree of `backends/vm`. If a mutant was run again, its last outcome counts.",
         "",
         *(
             f"- `{one.command}`: {one.planned} mutants, {one.started}, `backends/vm` {one.machine}"
@@ -182,18 +182,18 @@ def table(record: Record, known: Sequence[Reason], *, ours: bool = True) -> str:
 
 def _of_their_programs() -> list[str]:
     return [
-        "`survivors.yaml` is about the project's own programs. Here it excuses only what rests on PTX alone, and what",
-        "the machine was asked: of a line that a case executes, whether an order was missing.",
+        "`survivors.yaml` is about the project's own programs. Here it excuses only what rests on PTX alone, or on the",
+        "machine's own run of the mutant: whether an order was missing at a line that a case executes.",
         "",
     ]
 
 
 def _of_our_programs(found: Sequence[Outcome]) -> list[str]:
     return [
-        "## Programs as they are",
+        "## Unchanged programs",
         "",
-        "Made by `nox -s mutants -- --unmutated 9000`, from `results/unmutated.jsonl`: findings are "
-        "collected, and the bits are those of the run in order.",
+        "From `results/unmutated.jsonl`, made by `nox -s mutants -- --unmutated 9000`. Findings are collected, and the "
+        "bits must equal those of the run in order.",
         "",
         *told_of_rows(Watch()),
         "",
@@ -221,7 +221,7 @@ def _by_program(found: Iterable[Outcome]) -> list[list[Outcome]]:
 def _sum(what: str, found: Sequence[Outcome], equal: set[str]) -> str:
     killed, same = sum(one.killed for one in found), sum(one.id in equal for one in found)
     share = f" ({killed / (len(found) - same):.1%})" if len(found) > same else ""
-    return f"{what}: {len(found)} mutants, {same} equivalent; of the {len(found) - same} others {killed} killed{share}."
+    return f"{what}: {len(found)} mutants, {same} equivalent; {killed} of the other {len(found) - same} killed{share}."
 
 
 def _by_smoke(found: Sequence[Outcome], equal: set[str]) -> list[str]:
@@ -231,8 +231,8 @@ def _by_smoke(found: Sequence[Outcome], equal: set[str]) -> list[str]:
     left = len(found) - len(equal) - len(asked)
     share = f" ({killed / len(asked):.1%})" if asked else ""
     return [
-        f"By rows of the profile smoke, and the counters of theirs that the gate holds: of {len(asked)} not equivalent "
-        f"{killed}{share}; {left} were not asked."
+        "Rows of the profile smoke alone, with the counters that the gate compares for them, kill "
+        f"{killed} of {len(asked)} that are not equivalent{share}; {left} have not run there."
     ]
 
 
@@ -282,9 +282,9 @@ def drops_table(found: Mapping[str, Sequence[Outcome]], known: Sequence[Reason])
     lines = [
         "# Mutations",
         "",
-        "Raw-PTX kernels without one of their synchronising instructions, each run under "
+        "Raw-PTX kernels with one of their synchronising instructions removed, each run under "
         f"{', '.join(SCHEDULES)} until a check notices.",
-        "Made by `nox -s mutants -- --drops`; a test keeps it true.",
+        "`nox -s mutants -- --drops` writes this page; a test keeps it current.",
     ]
     for target, outcomes in found.items():
         kinds: dict[str, list[Outcome]] = {}
@@ -296,7 +296,7 @@ def drops_table(found: Mapping[str, Sequence[Outcome]], known: Sequence[Reason])
             "",
             f"Noticed: {sum(one.killed for one in outcomes)} of {len(outcomes)}.",
             "",
-            "| instruction | taken out | noticed | first under | why not all |",
+            "| instruction | removed | noticed | first under | why not all |",
             "|---|---|---|---|---|",
             *(_dropped(kind, items, known) for kind, items in sorted(kinds.items())),
         ]

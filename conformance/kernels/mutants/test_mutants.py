@@ -378,7 +378,7 @@ def test_what_is_watched_has_no_error_and_a_planted_one_is_told(program: Subject
     again = Watch(record.path)
     assert (again.rows, again.by_id) == (4, record.by_id), "a torn line is cut off, and the others stay"
     said = "\n".join(told(again))
-    assert "4 rows: 2 cases of backends and targets under random orders, 1 with an error." in said
+    assert "4 rows: 2 cases, each on a backend and a target, under random orders; 1 with an error." in said
     assert broken.errors[0] in said, "the table hides what was found"
 
 

@@ -198,9 +198,9 @@ def told(record: Watch) -> list[str]:
         relied.update(one.relied)
         notes.update(one.notes)
     return [
-        f"{record.rows} rows: {len(ran)} cases of backends and targets under random orders, "
+        f"{record.rows} rows: {len(ran)} cases, each on a backend and a target, under random orders; "
         f"{len(wrong)} with an error.",
-        f"Rules of grade portability, rows: {_counted(relied)}. Notes: {_counted(notes)}.",
+        f"Rows that met a rule of grade portability: {_counted(relied)}. Notes: {_counted(notes)}.",
         "",
         "| program | rows |",
         "|---|---|",

@@ -41,9 +41,9 @@ def happened(answer: Answer) -> str:
     if answer["error"] == "it did not end":
         return "a launch did not end"
     if answer["error"]:
-        return f"launch {answer['launches'] + 1:,} ended with `{answer['error']}`"
+        return f"launch {answer['launches'] + 1:,} failed with `{answer['error']}`"
     if answer["gave_up"]:
-        return f"threads waited in vain {answer['gave_up']:,} times in {launches}"
+        return f"{answer['gave_up']:,} waits timed out in {launches}"
     if not answer["elements"]:
         return f"{launches} ended without an error"
     if answer["wrong"]:
@@ -90,26 +90,28 @@ def paragraphs(programs: Mapping[str, Answer]) -> dict[str, str]:
         for number, one in broken.items():
             late = here.get(f"{number} late")
             rule = f"`{one['rule']}`: " if len(broken) > 1 else ""
-            clauses.append(rule + happened(one) + (f"; with a party late, {happened(late)}" if late else ""))
+            clauses.append(rule + happened(one) + (f"; with one side delayed, {happened(late)}" if late else ""))
         mended = [one for one in here.values() if not one["rule"]]
         wrong = [happened(one) for one in mended if not right(one)]
         launches = sum(one["launches"] for one in mended)
-        cured = f"Mended, {'; '.join(wrong)}." if wrong else f"Mended, all of {launches:,} launches were right."
-        many = "On an H200, in the order of the kernels below: " if len(broken) > 1 else "On an H200 "
-        told[page] = f"{many}{'. '.join(clauses)}. {cured} {_of_tools(list(broken.values()))} {_LINK}"
+        fixed = f"With the fix, {'; '.join(wrong) if wrong else f'all {launches:,} launches were right'}."
+        many = "On an H200, in the order of the kernels below: " if len(broken) > 1 else "On an H200, "
+        told[page] = f"{many}{'. '.join(clauses)}. {fixed} {_of_tools(list(broken.values()))} {_LINK}"
     return told
 
 
 def _of_tools(broken: list[Answer]) -> str:
-    found = [f"`{tool}` of compute-sanitizer reports `{one['rule']}`" for one in broken for tool in reported(one)]
+    found = [f"`{tool}` reports `{one['rule']}`" for one in broken for tool in reported(one)]
     missed = [f"`{one['rule']}`" for one in broken if not reported(one)]
     tools = list(dict.fromkeys(tool for one in broken if not reported(one) for tool in looked(one)))
     if missed:
-        named = ", ".join(dict.fromkeys(missed))
+        named = " or ".join(dict.fromkeys(missed))
         *others, last = [f"`{tool}`" for tool in tools] or ["no tool"]
-        who = f"{', '.join(others)} and {last}" if others else last
-        found.append(f"{who} of compute-sanitizer report{'' if others else 's'} nothing of {named}")
-    return "; ".join(dict.fromkeys(found)) + "."
+        if others:
+            found.append(f"{', '.join(others)} and {last} do not report {named}")
+        else:
+            found.append(f"{last} {'does not report' if tools else 'reports'} {named}")
+    return f"In compute-sanitizer, {'; '.join(dict.fromkeys(found))}."
 
 
 def table(programs: Mapping[str, Answer]) -> str:
@@ -122,21 +124,20 @@ def table(programs: Mapping[str, Answer]) -> str:
     wrong = sum(not (right(one) and right(shown.get(f"{name} late", one))) for name, one in broken.items())
     alarms = [f"{name} ({', '.join(reported(one))})" for name, one in mended.items() if reported(one)]
     head = (
-        f"The {len(broken)} programs of sm_90a with a defect in docs/rules and docs/found, on an H200. "
-        "The machine reports each; tests run the pages. "
-        f"compute-sanitizer reports {noticed}. {wrong} went wrong on silicon, as they are or with a party late: "
-        "a delay ahead of one side of the race. "
-        f"It also reports {len(alarms)} of {len(mended)} programs that are right: {', '.join(alarms) or 'none'}. "
-        "racecheck is for shared memory, memcheck for addresses, synccheck for barriers and masks, "
-        "and most rules of asynchronous units have no tool there."
+        f"docs/rules and docs/found have {len(broken)} programs for sm_90a with a defect. The machine reports each of "
+        "them, and tests run the pages. An H200 ran each as written, and some also with a delay on one side of the "
+        f"race: {wrong} went wrong. compute-sanitizer reports {noticed}. "
+        f"It also reports {len(alarms)} of {len(mended)} correct programs: {', '.join(alarms) or 'none'}. "
+        "racecheck checks shared memory, memcheck addresses, and synccheck barriers and masks. "
+        "Most rules about asynchronous units have no tool there."
     )
     source = (
-        "`python -m conformance.meta.docs.programs_record` makes this page of "
+        "`python -m conformance.meta.docs.programs_record` writes this page from "
         f"[results/records/{RECORD.name}](../results/records/{RECORD.name}). "
-        "The number of a tool is that of its errors and warnings in three launches."
+        "The columns of the tools count errors and warnings in three launches."
     )
-    lines = ["# compute-sanitizer beside the machine", "", *_lines(head), "", *_lines(source), ""]
-    lines.append(f"| program | the machine | the H200 | with a party late | {' | '.join(TOOLS)} |")
+    lines = ["# compute-sanitizer compared with the machine", "", *_lines(head), "", *_lines(source), ""]
+    lines.append(f"| program | the machine | the H200 | with one side delayed | {' | '.join(TOOLS)} |")
     lines.append("|---|---|---|---|" + "---|" * len(TOOLS))
     for name, one in broken.items():
         page, _, number = name.partition(" ")
@@ -150,22 +151,23 @@ def table(programs: Mapping[str, Answer]) -> str:
 def arrivals(changed: Sequence[Answer]) -> str:
     """That page's part about false reports. `changed`: programs of ours, each unchanged and changed."""
     paragraphs = (
-        "An arrival at an mbarrier releases what its thread did, and what other threads did before a barrier with it: "
-        "causality is transitive (PTX ISA 8.9.4). racecheck takes for ordered what the arriving thread itself did. "
-        "So it reports programs of ours as they are, where the lanes of a warp meet (bar.warp.sync) and one of them "
-        "arrives: in attention the factors of rows that the other lanes stored, in the NVFP4 layer the weights that "
-        "they loaded. Where each lane arrives it reports nothing. With bar.sync of the warps in place of bar.warp.sync "
-        "it reports the same, and with neither, too: its report does not tell the right program from the wrong one. "
-        "The same holds for the smallest kernel of [rules/lanes.md](rules/lanes.md), where an H200 shows which is "
-        "right. With neither of the two barriers, the machine reports `lanes-unordered` for the attention kernel; in "
-        "the NVFP4 layer mma.sync still "
-        "gathers the lanes. What attention has read it releases behind elect.sync, which gathers them, too; of its "
-        "memory order the ISA says nothing.",
-        "Programs of [results/records/h200-racecheck.json](../results/records/h200-racecheck.json): bits of "
-        "launches that differ from those of the program as it is, and hazards of one launch, of which racecheck prints "
+        "An arrival at an mbarrier releases what its own thread did, and what other threads did before a barrier with "
+        "that thread: causality is transitive (PTX ISA 8.9.4). racecheck only treats the arriving thread's own "
+        "accesses as ordered. So it reports our unchanged programs where the lanes of a warp synchronise with "
+        "bar.warp.sync and one lane then arrives for all. In attention, it reports the row factors that the other "
+        "lanes stored; in the NVFP4 layer, the weights that they loaded. Where every lane arrives, it reports nothing. "
+        "With bar.sync of the warps in place of bar.warp.sync, and with neither of the two, it reports the same as "
+        "before, so its report does not tell the right program from the wrong one. The same holds for the smallest "
+        "kernel of [rules/lanes.md](rules/lanes.md), where an H200 shows which program is right. With neither barrier, "
+        "the machine reports `lanes-unordered` for the attention kernel; in the NVFP4 layer, mma.sync still gathers "
+        "the lanes. Attention releases what it has read after elect.sync, which also gathers the lanes; the ISA says "
+        "nothing about the memory order of elect.sync.",
+        "The programs are those of "
+        "[results/records/h200-racecheck.json](../results/records/h200-racecheck.json). The table counts the launches "
+        "whose bits differ from the unchanged program's, and the hazards of one launch; racecheck prints at most "
         f"{_PRINTED:,}.",
     )
-    lines = ["", "## What racecheck reports of arrivals", ""]
+    lines = ["", "## What racecheck reports about arrivals", ""]
     for one in paragraphs:
         lines += [*_lines(one), ""]
     lines += ["| program | changed | launches that differ | hazards |", "|---|---|---|---|"]

@@ -183,29 +183,26 @@ def test_a_paragraph_tells_every_answer_of_its_page() -> None:
     told = paragraphs(RECORD)
     assert set(told) == {"found/one", "rules/two"}
     assert told["found/one"].startswith(
-        "On an H200 7 of 6,000 values were wrong, in 1 of 2,000 launches; with a party late, 9 of 6,000 values were "
-        "wrong, in 1 of 2,000 launches. Mended, all of 2,000 launches were right. "
-        "`racecheck` of compute-sanitizer reports `race`. Record: "
+        "On an H200, 7 of 6,000 values were wrong, in 1 of 2,000 launches; with one side delayed, 9 of 6,000 values "
+        "were wrong, in 1 of 2,000 launches. With the fix, all 2,000 launches were right. "
+        "In compute-sanitizer, `racecheck` reports `race`. Record: "
     )
     assert "`global-race`: none of 6,000 values was wrong in 2,000 launches. " in told["rules/two"]
-    assert "`ended-cta`: launch 2,001 ended with `CUDA_ERROR_LAUNCH_FAILED`. " in told["rules/two"]
-    assert (
-        "`memcheck`, `racecheck` and `synccheck` of compute-sanitizer report nothing of `global-race`"
-        in told["rules/two"]
-    )
+    assert "`ended-cta`: launch 2,001 failed with `CUDA_ERROR_LAUNCH_FAILED`. " in told["rules/two"]
+    assert "`memcheck`, `racecheck` and `synccheck` do not report `global-race`" in told["rules/two"]
     wrong = {**RECORD, "found/one 2": _answer("", 5)}
-    assert "Mended, 5 of 6,000 values were wrong" in paragraphs(wrong)["found/one"]
+    assert "With the fix, 5 of 6,000 values were wrong" in paragraphs(wrong)["found/one"]
     assert not complaints(RECORD)
     assert complaints(wrong) == ["found/one 2 is mended, and 5 of 6,000 values were wrong, in 1 of 2,000 launches"]
 
 
 def test_the_table_counts_what_went_wrong_and_what_was_reported() -> None:
     page = table(RECORD)
-    assert "compute-sanitizer reports 2. 2 went wrong on silicon" in " ".join(page.split())
-    assert "It also reports 0 of 2 programs that are right: none." in " ".join(page.split())
+    assert "2 went wrong. compute-sanitizer reports 2." in " ".join(page.split())
+    assert "It also reports 0 of 2 correct programs: none." in " ".join(page.split())
     assert page.count("\n| [") == 3, "one line a program with a defect, none of a control"
     alarmed = {**RECORD, "found/one 2": _answer("", racecheck=3)}
-    assert "1 of 2 programs that are right: found/one 2 (racecheck)." in " ".join(table(alarmed).split())
+    assert "1 of 2 correct programs: found/one 2 (racecheck)." in " ".join(table(alarmed).split())
 
 
 def test_a_tool_that_launched_nothing_found_nothing_and_missed_nothing() -> None:
@@ -217,7 +214,7 @@ def test_a_tool_that_launched_nothing_found_nothing_and_missed_nothing() -> None
 
 def test_what_happened_to_a_launch() -> None:
     assert happened(_answer("race", error="it did not end")) == "a launch did not end"
-    assert happened({**_answer(""), "gave_up": 64}) == "threads waited in vain 64 times in 2,000 launches"
+    assert happened({**_answer(""), "gave_up": 64}) == "64 waits timed out in 2,000 launches"
     assert happened({**_answer(""), "elements": 0}) == "2,000 launches ended without an error"
     for bad in ({"error": "x"}, {"wrong": 1}, {"gave_up": 1}, {"launches": 0}):
         assert not right({**_answer(""), **bad}), bad

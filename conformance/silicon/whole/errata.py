@@ -73,83 +73,84 @@ _LOOP = r"sub\.u32 %l\d, %l\d, 1;"
 ERRATA = (
     Erratum(
         "an expression is reused",
-        "Beside `wgmma`, an expression over a register is taken for an equal one before it, although the register, or "
-        "the result of the first, was overwritten in between.",
+        "In programs with `wgmma`, an expression over a register reuses the result of an earlier equal expression, "
+        "although the register or that result was overwritten in between.",
         (r"wgmma\.mma_async", r"(and|mov)\.b32 %t\d"),
     ),
     Erratum(
         "the sign of the least integer",
-        "`neg.s32` and `abs.s32` wrap: of 0x80000000 they are 0x80000000. What follows is made as if the result had "
-        "the opposite sign, or none.",
+        "`neg.s32` and `abs.s32` wrap: for 0x80000000 they return 0x80000000. The instructions after them are compiled "
+        "as if the result had the opposite sign, or none.",
         (r"(neg|abs)\.s32", r"slct|cvt\.sat"),
     ),
     Erratum(
         "two approximations become one",
-        "What divides by `rcp(a)` multiplies by `a`, and what divides by `ex2(a)` or inverts it takes `ex2(-a)`: "
-        "the last bits differ.",
+        "A division by `rcp(a)` becomes a multiplication by `a`. A division by `ex2(a)`, or its reciprocal, uses "
+        "`ex2(-a)`. The last bits differ.",
         (r"(rcp|ex2)\.approx\.ftz\.f32 (%r\d+), [^;]*;.*(div|rcp)\.approx\.ftz\.f32 [^;]*\2;",),
     ),
     Erratum(
-        "abs of what set left",
-        "`abs.f32` of the -1 of `set` should be 0x7fffffff.",
+        "abs of a result of set",
+        "`abs.f32` of the -1 that `set` returns should be 0x7fffffff.",
         (r"set\.gtu\.u32\.f32", r"\babs\.f32"),
     ),
     Erratum(
         "a NaN keeps its bits",
-        "`abs.f32` becomes a modifier of what reads it, or of a select where another instruction overwrites its result "
-        "under a guard. A NaN should become 0x7fffffff.",
+        "`abs.f32` becomes a modifier of the instruction that reads its result, or of a select where another "
+        "instruction overwrites its result under a guard. A NaN should become 0x7fffffff.",
         (r"(?<![.\w])abs\.f32",),
     ),
     Erratum(
         "abs of halves is dropped",
-        "`abs.f16x2` of what `ex2` or saturation left: an f32 without a sign still has one in its lower half.",
+        "`abs.f16x2` of a result of `ex2` or saturation is dropped. An f32 without a sign can still have one in its "
+        "lower half.",
         (r"abs\.f16x2 %r\d+, (%r\d+);", r"ex2\.approx|\.sat"),
     ),
     Erratum(
-        "one comparison for two turns",
-        "In an unrolled loop the comparison that a turn begins with is made with that of the next one, of what the "
-        "turn itself leaves.",
+        "one comparison for two iterations",
+        "In an unrolled loop, the comparison at the start of an iteration becomes one with the next iteration's, on "
+        "the values that the first of the two leaves.",
         (r"setp\.\w+\.f16x2 .*mad\.hi\.u32", _LOOP),
     ),
     Erratum(
         "an addition of a loop is lost",
-        "`mad.hi.u32` that adds to its own result in an unrolled loop adds less often.",
+        "In an unrolled loop, a `mad.hi.u32` that adds to its own result adds too few times.",
         (r"mad\.hi\.u32 (%r\d+), (%r\d+), (%r\d+), (%r\d+);", _LOOP, r"^(?!.*testp)(?!.*xor\.pred)"),
     ),
     Erratum(
         "the second of two comparisons",
-        "`setp` of two halves, of whose predicates only the second is used, with an operand of a narrow load: its "
-        "lower half is taken for the upper one, too.",
+        "Only the second predicate of a `setp` of two halves is used, and an operand comes from a narrow load: the "
+        "operand's lower half is used as its upper half too.",
         (r"setp\.\w+\.b?f16x2 %p\d\|%p\d", r"ld\.\w+(\.nc)?\.[us](8|16)"),
     ),
     Erratum(
-        "a question to the lanes that are left",
-        "`elect.sync` or `vote.sync.uni` of all lanes is moved into a loop that lanes leave at different turns, and "
-        "asks those alone that are still there.",
+        "a vote of the lanes that are left",
+        "`elect.sync` or `vote.sync.uni` of all lanes is moved into a loop that lanes leave in different iterations, "
+        "and covers only the lanes that are still in the loop.",
         (r"(elect|vote)\.sync.*@%p\d bra L\d+; sub\.u32 %l\d", _LOOP),
     ),
     Erratum(
         "a guard that a loop changes",
-        "In a loop behind a branch on a predicate, what this predicate guards, and what it keeps where its guard does "
-        "not hold, is made as if it stayed as it was, although the loop sets it anew.",
+        "A loop that follows a branch on a predicate changes that predicate. It is compiled as if the predicate stayed "
+        "the same, both for what the predicate guards and for the value that it keeps where its own guard is false.",
         (r"@!?%p\d bra", _LOOP, r"(setp|testp|(and|xor|not)\.pred|lop3)\S* %"),
     ),
     Erratum(
-        "an unordered comparison behind a branch",
-        "The predicate of `setp.gtu.ftz.f32` becomes one with that of a branch (FSETP.GTU.AND, without .FTZ), and "
+        "an unordered comparison after a branch",
+        "The predicate of `setp.gtu.ftz.f32` is combined with a branch's predicate (FSETP.GTU.AND, without .FTZ), and "
         "subnormal operands are no longer flushed.",
         (r"setp\.gtu\.ftz\.f32 (%p\d), [^;]*;.* @!?\1 ",),
     ),
     Erratum(
         "a transposed matrix of equal registers",
-        "`movmatrix` of what all lanes have the same of, such as a ballot, is taken for the same in all lanes: a "
-        "`shfl` of it is dropped. But its rows are the operand's columns.",
+        "If all lanes have the same operand of `movmatrix`, such as a ballot, its result is assumed to be the same in "
+        "all lanes, and a `shfl` of it is dropped. But the rows of the result are the operand's columns.",
         (r"movmatrix", r"shfl"),
     ),
     Erratum(
-        "an instruction behind a join",
-        "An instruction is moved behind the join of a branch, one of whose arms has overwritten its operand or its "
-        "guard.",
+        "an instruction after a join",
+        "An instruction is moved after the join of a branch, although one arm of the branch has overwritten its "
+        "operand or its guard.",
         (r"@%q1 bra",),
     ),
 )
@@ -187,14 +188,15 @@ def page() -> str:
     lines = [
         "# What ptxas does to programs",
         "",
-        "Made by `python -m conformance.silicon.whole.errata --page`; a test keeps it current. Of 100,000 random",
-        "programs without undefined behaviour some leave other bytes on an H200 by -O1 or -O3 of ptxas 13.0 than by",
-        "-O0, and by -O0 those that the machine leaves. [The record](../results/records/random_programs.txt) counts",
-        "them. Of each that ran to its end a change of its text is known with which the machine leaves the H200's",
-        "bytes, too; [conformance/silicon](../conformance/silicon/README.md) lists the frequent ones. Of the rare ones",
-        f"{len(least())} programs were made small on the H200 by `smallest.py` there. What is left of each is in",
-        "`conformance/silicon/whole/least.json`: the machine finds nothing undefined in any, and leaves what -O0 left.",
-        "Here is the least of each kind, without labels, what orders threads, and what loads and stores registers.",
+        "`python -m conformance.silicon.whole.errata --page` writes this page; a test keeps it current. Of 100,000",
+        "random programs without undefined behaviour, some produce different bytes on an H200 with -O1 or -O3 of ptxas",
+        "13.0 than with -O0. The -O0 bytes are the machine's. [The record](../results/records/random_programs.txt)",
+        "counts these programs. For each one that ran to its end, a change of its text is known that makes the machine",
+        "produce the H200's bytes too; [conformance/silicon](../conformance/silicon/README.md) lists the frequent",
+        f"faults. `whole/smallest.py` there shrank {len(least())} programs with rare faults on the H200, and",
+        "`conformance/silicon/whole/least.json` has the results: the machine finds nothing undefined in any of them,",
+        "and produces the -O0 bytes. This page shows the smallest program of each class, without labels and without",
+        "the statements that order threads, or load or store registers.",
         "",
     ]
     for kind in ERRATA:
@@ -202,30 +204,30 @@ def page() -> str:
         if some:
             lines += _section(kind.name, kind.does, some)
     if nameless := of.get("", []):
-        lines += _section("no name", "What the optimiser did to these is not known.", nameless)
+        lines += _section("no name", "It is not known what the optimiser did to these.", nameless)
     return "\n".join([*lines, *HANGS])
 
 
 HANGS = (
     "## Programs that hang",
     "",
-    "166 programs hang or end in an illegal instruction on the H200, 156 of them under -O1 and 10 under -O3; none that",
-    "was drawn for -O0 does. Their SASS (`conformance/silicon/whole/hung.py`) shows four faults:",
+    "166 programs hang or end in an illegal instruction on the H200: 156 with -O1 and 10 with -O3, and none of those",
+    "drawn for -O0. Their SASS (`conformance/silicon/whole/hung.py`) shows four faults:",
     "",
-    "- 154: the turns of a loop are counted in a uniform register, one for a warp, although lanes part in it. The loop",
-    "  begins with an atomic operation that is made of `ATOMS.CAST.SPIN`, which a lane does again where it failed, as",
-    "  `atom.shared.add.f32`, `.add.u64` and `.max.u64`. Lanes that are done do not wait for the others, each group of",
-    "  them decrements the counter, and it passes zero. Of 173 programs under -O1 that ran to their ends two have it.",
-    "- 10: a `bar.red` whose result only one arm of a branch reads is done where it stands and once more in that arm,",
-    "  where the other warps do not come.",
-    "- 88238 (-O3): a `shfl.sync` of all lanes before a loop is done again in each turn, for the predicate that the",
-    "  loop asks. Lanes leave the loop at different turns, and those that are left wait for them.",
-    "- 42668 (-O1): a transposed matrix of equal registers is taken for the same in all lanes (above). It counts the",
-    "  turns of a loop, so that lanes leave one by one, and share the uniform registers of what follows: without its",
-    "  second wait for the mbarrier an address is misaligned.",
+    "- 154: the loop counter is a uniform register, one per warp, although lanes diverge in the loop. The loop begins",
+    "  with an atomic operation that is made of `ATOMS.CAST.SPIN`, such as `atom.shared.add.f32`, `.add.u64` and",
+    "  `.max.u64`: a lane repeats it if it fails. Lanes that are done do not wait for the others, each group of lanes",
+    "  decrements the counter, and it passes zero. Of 173 programs with -O1 that ran to their end, two have this.",
+    "- 10: a `bar.red` whose result only one arm of a branch reads is executed in its place and again in that arm,",
+    "  where the other warps do not arrive.",
+    "- 88238 (-O3): a `shfl.sync` of all lanes before a loop is executed again in each iteration, for the predicate",
+    "  that the loop tests. Lanes leave the loop in different iterations, and the remaining lanes wait for them.",
+    "- 42668 (-O1): a transposed matrix of equal registers is assumed to be the same in all lanes (above). It counts",
+    "  the iterations of a loop, so lanes leave one by one and share the uniform registers of the code after it. If",
+    "  the second wait for the mbarrier is removed, an address is misaligned.",
     "",
-    "Where ptxas cannot know the value that it misjudges, as it passes through volatile shared memory, these two end,",
-    "and leave what they leave by -O0 ([record](../results/records/h200-hung.json), 15 changes of their text).",
+    "If the misjudged value passes through volatile shared memory, so that ptxas cannot know it, these two programs",
+    "end with their -O0 result ([record](../results/records/h200-hung.json), 15 changes of their text).",
     "",
 )
 
@@ -245,7 +247,7 @@ def _section(name: str, does: str, some: Sequence[Least]) -> list[str]:
         shown,
         "```",
         "",
-        f"Program {first.number}, {level_of(first.number)}: a word is {first.left:#x}, and by -O0 {first.right:#x}.",
+        f"Program {first.number}, {level_of(first.number)}: a word is {first.left:#x}, with -O0 {first.right:#x}.",
         *numbers,
         "",
     ]
