@@ -193,7 +193,7 @@ def _one_of(expected: Iterable[str]) -> str:
 def _spelling(terminal: str) -> str:
     if terminal in _NAMED:
         return _NAMED[terminal]
-    pattern = next((each.pattern for each in grammar().terminals if each.name == terminal), None)
+    pattern = next((each.pattern for each in grammar(plain.EXTENSION).terminals if each.name == terminal), None)
     if pattern is not None and pattern.type == "str":
         return f"'{pattern.value}'"
     return "." + terminal.lower()
