@@ -118,10 +118,14 @@ def test_whatever_stands_in_a_body_is_read_or_refused_alike(body: list[str]) -> 
 
 
 @pytest.mark.parametrize("statement", ["mov.b32 %r1, -1;", "st.b32 [%rd1], -0x1;", "mov.v2.b32 {%r1, %r2}, {-1, 2};"])
-def test_a_number_that_loses_its_sign_is_noticed(statement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_loses_its_sign_is_noticed(
+    statement: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """The planted fault, and which statements show it: those read in runs."""
     text = f"{HEADER}.entry f() {{ {REGISTERS} {statement} }}"
     assert by_runs(text) == exact(text)
     whole = plain.operand
+    plain.statement.cache_clear()
+    request.addfinalizer(plain.statement.cache_clear)
     monkeypatch.setattr(plain, "operand", lambda text: whole(text.replace("-", "")))
     assert (by_runs(text) == exact(text)) == ("-0x1" in statement)
