@@ -5,21 +5,19 @@ On a borrowed device an empty section wastes time.
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 
 import pytest
 
 from backends.peers.peer import Peer
 from conformance import ROOT
 from conformance.bench.on_device import SECTIONS
+from conformance.fakes.commands import PYTEST, python
 from megamoe.contract import Row, load_backend
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 
-# pytest-benchmark disables itself in an xdist worker.
-APART = ("env", "-u", "PYTEST_XDIST_WORKER")
-BENCH = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "conformance/bench/bench_rows.py", "--benchmark-only")
+BENCH = (*PYTEST, "-q", "-p", "no:cacheprovider", "conformance/bench/bench_rows.py", "--benchmark-only")
 
 
 @pytest.mark.parametrize(
@@ -30,9 +28,9 @@ BENCH = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "conformance/bench/benc
     ],
 )
 def test_a_wrong_selection_is_one_sentence_and_a_usage_error(options: tuple[str, ...], said: str) -> None:
-    done = subprocess.run(
-        [*APART, sys.executable, *BENCH, *options], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    # pytest-benchmark disables itself in an xdist worker.
+    apart = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
+    done = python(*BENCH, *options, cwd=ROOT, env=apart)
     told = done.stdout + done.stderr
     assert said in told
     assert "pluggy" not in told, f"a traceback surrounds the sentence: {told}"

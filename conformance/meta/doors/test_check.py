@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import cast
 
 import numpy as np
 import pytest
 
 from conformance import ROOT
+from conformance.fakes.commands import python
 from megamoe.cli.main import main
 from megamoe.vm import Device
 
@@ -117,12 +117,19 @@ def test_spin(megamoe_vm):
 """
 
 
+def _forked(command: list[str], **_: object) -> CompletedProcess[str]:
+    done = python(*command[1:], cwd=Path.cwd())
+    print(done.stdout)
+    return done
+
+
 def test_the_time_limit_holds_for_launches_of_tests(
     kernel: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     kernel.write_text(GOOD.replace("mov.u32 %r2, %tid.x;", SPIN))
     (kernel.parent / "test_spin.py").write_text(SPINNING)
     monkeypatch.chdir(kernel.parent)
+    monkeypatch.setattr("megamoe.cli.check.subprocess.run", _forked)
     status = main(["check", "test_spin.py", "--timeout", "0.3"])
     said = capfd.readouterr().out
     assert status == 1, said
@@ -224,12 +231,16 @@ def test_a_grid_that_is_no_number_is_refused(kernel: Path, grid: object) -> None
         Device("sm_100a").launch(kernel, "fill", cast("int", grid), 32, np.zeros(4, np.uint32), 4)
 
 
-def test_a_test_suite_is_run_by_pytest(tmp_path: Path) -> None:
-    suite = tmp_path / "test_suite.py"
-    suite.write_text("import torch\n\ndef test_it():\n    assert torch.ones(2, device='cuda').sum() == 2\n")
-    command = [sys.executable, "-m", "megamoe", "check", f"{suite}::test_it"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+def test_a_test_suite_is_run_by_pytest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test_suite.py").write_text(
+        "import torch\n\ndef test_it():\n    assert torch.ones(2, device='cuda').sum() == 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    status = main(["check", "test_suite.py::test_it"])
+    said = capfd.readouterr()
+    assert (status, "1 passed" in said.out) == (0, True), said
 
 
 def test_the_guide_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +261,7 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     wanted = {"cutedsl": "cutlass", "triton": "triton"}.get(example.stem.partition("_")[0])
     if wanted and importlib.util.find_spec(wanted) is None:
         pytest.skip(f"{wanted} is not installed")
-    done = subprocess.run([sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = python(str(example), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
