@@ -200,7 +200,9 @@ def test_every_view_opens_alone_and_without_a_complaint(browser: Chrome, full: P
 
 def test_a_page_that_asks_a_network_or_complains_is_noticed(browser: Chrome, tmp_path: Path) -> None:
     planted = tmp_path / "planted.html"
-    planted.write_text('<img src="nowhere.png"><button id="a"></button><i id="a"></i><script>throw new Error("planted")</script>')
+    planted.write_text(
+        '<img src="nowhere.png"><button id="a"></button><i id="a"></i><script>throw new Error("planted")</script>'
+    )
     open_page(browser, planted)
     assert any("planted" in text for text in complaints(browser))
     assert any("nowhere.png" in url for url in requests(browser))
