@@ -17,6 +17,7 @@ from subprocess import CompletedProcess
 from typing import Final
 
 from megamoe.runner.forks import interrupts_held_back, replace_environment, server_of_forks
+from megamoe.runner.process import environment_of_servers
 
 PYTEST: Final = ("-m", "pytest", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 """pytest in this repository, whose settings make an error of the warning that the plugin is already imported."""
@@ -28,7 +29,7 @@ def python(
     """What `python ARGUMENTS` does in the folder `cwd`. ARGUMENTS begin with a file, or with -m and a module."""
     with tempfile.TemporaryDirectory() as name:
         out, err = Path(name, "out"), Path(name, "err")
-        told = (list(arguments), cwd, dict(os.environ if env is None else env), out, err)
+        told = (list(arguments), cwd, dict(environment_of_servers() if env is None else env), out, err)
         with interrupts_held_back():
             child = server_of_forks().Process(target=_become, args=told)
             child.start()

@@ -5,8 +5,6 @@ On a borrowed device an empty section wastes time.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from backends.peers.peer import Peer
@@ -27,10 +25,12 @@ BENCH = (*PYTEST, "-q", "-p", "no:cacheprovider", "conformance/bench/bench_rows.
         (("--case", "fmha:hd=64,t=2,s_k=3", "--profile", "smoke"), "--case names its own row"),
     ],
 )
-def test_a_wrong_selection_is_one_sentence_and_a_usage_error(options: tuple[str, ...], said: str) -> None:
+def test_a_wrong_selection_is_one_sentence_and_a_usage_error(
+    options: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # pytest-benchmark disables itself in an xdist worker.
-    apart = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
-    done = python(*BENCH, *options, cwd=ROOT, env=apart)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    done = python(*BENCH, *options, cwd=ROOT)
     told = done.stdout + done.stderr
     assert said in told
     assert "pluggy" not in told, f"a traceback surrounds the sentence: {told}"

@@ -265,6 +265,18 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "status", "told"),
+    [("raise RuntimeError('planted')", 1, "RuntimeError: planted"), ("sys.exit('planted')", 1, "planted"),
+     ("sys.exit(3)", 3, ""), ("os.kill(os.getpid(), 9)", -9, ""), ("print('done')", 0, "")],
+)  # fmt: skip
+def test_an_example_that_fails_is_noticed(line: str, status: int, told: str, tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(f"import os, sys\n{line}\n")
+    done = python(str(tmp_path / "planted.py"), cwd=tmp_path)
+    assert (done.returncode, told in done.stderr) == (status, True), done
+    assert done.stdout == ("done\n" if status == 0 else "")
+
+
 def test_a_test_suite_without_pytest_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
