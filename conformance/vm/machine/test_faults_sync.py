@@ -292,9 +292,9 @@ def test_warps_that_go_round_together_and_get_somewhere_do_not_spin() -> None:
 LOOP: bar.sync 0;
 @%p1 ld.shared.u32 %r1, [got]; @%p1 add.u32 %r1, %r1, 1; @%p1 st.shared.u32 [got], %r1; mov.u32 %r1, 0;
 bar.sync 0;
-ld.shared.u32 %r2, [got]; setp.lt.u32 %p2, %r2, 2000;
+ld.shared.u32 %r2, [got]; setp.lt.u32 %p2, %r2, 500;
 @%p2 bra LOOP;"""
-    in_register = "mov.u32 %r1, 0;\nLOOP: bar.sync 0; add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 2000;\n@%p2 bra LOOP;"
+    in_register = "mov.u32 %r1, 0;\nLOOP: bar.sync 0; add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 500;\n@%p2 bra LOOP;"
     opened = (
         "setp.eq.u32 %p3, %cta, 0; @%p3 bra WAITING; setp.eq.u32 %p4, %tx, 0;\n"
         f"@%p4 atom.acq_rel.gpu.global.exch.b32 %r1, [%out], 7; ret;\nWAITING: {TOGETHER}"
