@@ -52,7 +52,7 @@ class NamedBarrier:
 
 
 class Cta:
-    """One CTA.
+    """One CTA. `alive`: its threads that have not ended.
 
     Its tensor core is several agents, from clock index `tensor_agent` on (see Agents), since only MMAs of the same
     accumulator and shape are ordered among themselves (PTX ISA 9.7.16.6.2). With more than ACCUMULATORS accumulators,
@@ -75,6 +75,7 @@ class Cta:
         self._accumulators: dict[tuple[int, ...], int] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.visits: dict[int, Visit] = {}
+        self.alive = shape.threads
         files = take_registers(code.rows, agents.warps_per_cta)
         self.warps = [
             Warp(code, self, index, min(LANES, shape.threads - LANES * index), file) for index, file in enumerate(files)
@@ -254,8 +255,7 @@ class Cta:
 
     def complete_barrier(self, barrier: NamedBarrier) -> None:
         """End the phase of a named barrier if everything that it waits for has arrived."""
-        alive = sum(count_nonzero(warp.alive) for warp in self.warps)
-        if barrier.arrived == (alive if barrier.expected is None else barrier.expected):
+        if barrier.arrived == (self.alive if barrier.expected is None else barrier.expected):
             barrier.arrived = 0
             barrier.generation += 1
             barrier.released.join(barrier.arriving)

@@ -459,6 +459,8 @@ class Run:
         return bool(over)
 
     def _check_nothing_pending(self, cluster: Cluster) -> None:
+        if not self.engine.pending:
+            return
         names = {warp.name for warp in cluster.warps}
         for operation in list(self.engine.pending):
             if operation.issuer in names and not operation.done:
@@ -468,16 +470,15 @@ class Run:
                 self.engine.settle(operation.kernel, operation.line)
 
     def _count(self, warps: list[Warp]) -> None:
-        counters, blocks = self.machine.counters, warps[0].code.blocks
-        times = np.sum([np.frombuffer(warp.executed, np.int64) for warp in warps], axis=0)
-        ran, found = np.flatnonzero(times), dict[str, int]()
-        for index, often in zip(ran.tolist(), times[ran].tolist(), strict=True):
-            block = blocks[index]
-            self.machine.blocks_run[id(block)] = block
-            for name, number in block.classes.items():
-                found[name] = found.get(name, 0) + number * often
-        for name, number in found.items():
-            counters[f"instructions_{name}"] += number
+        counters, code = self.machine.counters, warps[0].code
+        executed = b"".join([warp.executed for warp in warps])
+        times = np.frombuffer(executed, np.int64).reshape(len(warps), -1).sum(axis=0)
+        names, classes = code.classes
+        for name, number in zip(names, (times @ classes).tolist(), strict=True):
+            if number:
+                counters[f"instructions_{name}"] += number
+        ran = [code.blocks[index] for index in np.flatnonzero(times).tolist()]
+        self.machine.blocks_run.update(zip(map(id, ran), ran, strict=True))
 
     def advance(self, warp: Warp, quantum: int) -> int:
         """Let a warp run up to `quantum` blocks. Returns how many it ran."""
