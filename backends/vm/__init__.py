@@ -24,7 +24,8 @@ grade `portability`. Some of these reach only collectors, and a judged row count
 - a lane that uses what another lane of its warp wrote to shared memory with nothing in between, or another warp that
   does so and has waited only for an arrival of other lanes (`lanes_unordered`);
 - a bulk copy over what threads have read with no fence.proxy.async in between (`smem_unfenced_overwrites`);
-- as a note, operands for which the ISA has no result (`remainders_by_zero`, `bit_fields_beyond_255`).
+- a position or length beyond 255 of a 64-bit bit field (`bit_fields_beyond_255`);
+- as a note, a remainder by zero (`remainders_by_zero`): correct kernels of others compute some that they do not use.
 The gate fails where one of these counts grows.
 
 Undefined values (registers, shared, tensor, local, output and workspace memory that nobody wrote) travel with their
