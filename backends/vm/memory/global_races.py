@@ -3,8 +3,8 @@
 A mark is the serial number of a cluster (bits 63..32) above a stamp of clocks.py. 0 means no access: the start of a
 launch comes after everything before it. Granules have 16 bytes until a smaller access is seen. Strong accesses
 (atomics, volatile, relaxed and up) race with nothing. A bulk copy that reads or overwrites generic writes of the same
-launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2). In the other direction, the end of each
-copy is a proxy fence.
+launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2), and so does a bulk reduction into weak
+ones. In the other direction, the end of each copy is a proxy fence.
 
 Programmatic dependent launch: a launch with the attribute may begin as soon as the CTAs of the launch before it have
 executed griddepcontrol.launch_dependents or ended, even before their writes have arrived. griddepcontrol.wait waits
@@ -359,10 +359,10 @@ class GlobalRaces:
             self.chain.check(buffer, addresses, size, warp.clock, writes=True, by_lane=by_lane)
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
+        accesses = GlobalAccesses("is overwritten", buffer, shadow, granules, warp, lanes, by_lane, (addresses, values))
+        if strong and not by_lane and self.stored:
+            self._check_fenced(accesses, "reduces into", weak=True)
         if not strong:
-            accesses = GlobalAccesses(
-                "is overwritten", buffer, shadow, granules, warp, lanes, by_lane, (addresses, values)
-            )
             self._check(accesses, shadow.writer)
             self._check_released(accesses)
             self._check(accesses, shadow.reader)
@@ -516,9 +516,12 @@ class GlobalRaces:
                                  "bar.warp.sync is missing behind the acquire",
                                  OtherAccess(who, did, line))  # fmt: skip
 
-    def _check_fenced(self, accesses: GlobalAccesses, does: str) -> None:
+    def _check_fenced(self, accesses: GlobalAccesses, does: str, *, weak: bool = False) -> None:
+        """Report generic writes, or only `weak` ones, that no proxy fence covers."""
         shadow, buffer, warp = accesses.shadow, accesses.buffer, accesses.warp
         late = _unfenced(shadow.writer[accesses.granules], warp)
+        if weak:
+            late &= shadow.lanes.met[accesses.granules] > 0
         if not count_nonzero(late):
             return
         for _, at, line in shadow.one_a_line(accesses.granules, late, writes=True):
