@@ -402,6 +402,13 @@ _ALL = (
         "None of the kernels in results/public.jsonl and results/witness.jsonl.",
         "Clamp the operand, or take its low byte.",
     ),
+    _relied(
+        "constant-load-of-written", "9.7.9.8",
+        "ld.global.nc loads what the same launch writes. The ISA requires that memory is read-only for as long as the "
+        "kernel runs, and the load may return an old value.",
+        "DeepEP reads buffers that other GPUs write with ld.global.nc.L1::no_allocate.",
+        "Load without .nc (in CUDA C++, without __ldg and without const __restrict__).",
+    ),
     # Worth a look. A remainder by zero is no more than that because correct kernels compute one that they do not use:
     # 7 of the 447 runs in results/public.jsonl, of three GEMMs among CuTeDSL's examples.
     MachineRule(

@@ -538,6 +538,17 @@ class GlobalRaces:
             return name
         return f"{name} of {'the cluster of ' if agents.size > 1 else ''}CTA {self.first_ctas[serial]}"
 
+    def written_and_last_read_by(self, lines: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """Granules that this launch has written and that a load of PTX `lines` was the last to read, one for each line
+        and buffer: the base of the buffer, the address of the granule, and the lines of the load and the write."""
+        for base, shadow in self._shadows.items():
+            both = np.flatnonzero((shadow.writer != 0) & (shadow.reader != 0))
+            both = both[np.isin(shadow.read_line[both], lines)]
+            _, firsts = np.unique(shadow.read_line[both], return_index=True)
+            for at in both[firsts].tolist():
+                address = max(shadow.base + (at << shadow.shift), base)
+                yield base, address, int(shadow.read_line[at]), int(shadow.line[at])
+
     def release(self, address: int, warp: Accessor, *, ordered: bool) -> None:
         """A strong write of gpu scope: if `ordered`, the flag carries what `warp` has seen, else what it has
         published."""
