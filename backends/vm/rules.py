@@ -406,7 +406,8 @@ _ALL = (
         "constant-load-of-written", "9.7.9.8",
         "ld.global.nc loads what the same launch writes. The ISA requires that memory is read-only for as long as the "
         "kernel runs, and the load may return an old value.",
-        "DeepEP reads buffers that other GPUs write with ld.global.nc.L1::no_allocate.",
+        "DeepEP reads buffers that other GPUs write with ld.global.nc.L1::no_allocate; its option "
+        "DISABLE_AGGRESSIVE_PTX_INSTRS turns this off.",
         "Load without .nc (in CUDA C++, without __ldg and without const __restrict__).",
     ),
     # Worth a look. A remainder by zero is no more than that because correct kernels compute one that they do not use:
