@@ -59,6 +59,8 @@ It does NOT notice, and why:
 - That a CTA ends before its peer has ever accessed its mbarrier: this is found only at the access.
 - Two CTAs of one SM that contend for tensor memory: each CTA has a tensor memory of its own, since nothing places CTAs
   on SMs here.
+- Warps that spin for ever and in doing so change global memory, or shared memory by atomics and strong stores: the step
+  budget ends them, not `deadlock`.
 - Accesses that are too early but happen to be ordered by every schedule tried: it tests schedules, it proves nothing.
 - Anything about time, caches, or register pressure beyond the pool that setmaxnreg moves.
 
