@@ -177,7 +177,7 @@ def cluster_arrive(b: Binder) -> Step:
         cluster.arriving.join(warp.released if relaxed else warp.clock)
         np.maximum(cluster.meeting, np.maximum(warp.clock.seen, warp.met), out=cluster.meeting)
         warp.next_epoch()
-        warp.cta.machine.engine.events += 1
+        warp.cta.machine.engine.repeat()
         cluster.complete_phase()
 
     return step

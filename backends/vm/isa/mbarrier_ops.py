@@ -89,7 +89,7 @@ def transactions(b: Binder) -> Step:
     expects = b.instruction.parts[1] == "expect_tx"
 
     def step(warp: Warp) -> None:
-        warp.cta.machine.engine.events += 1
+        warp.cta.machine.engine.repeat()
         for (cta, offset), lanes in find(warp):
             barrier = cta.mbarrier(offset, warp.clock)
             total = int(warp.u32[row][lanes].sum())
@@ -125,7 +125,7 @@ def arrive(b: Binder) -> Step:
     token = b.destination(d, "u64") if d is not None and not isinstance(d, Sink) else None
 
     def step(warp: Warp) -> None:
-        warp.cta.machine.engine.events += 1
+        warp.cta.machine.engine.repeat()
         for (cta, offset), lanes in find(warp):
             barrier = cta.mbarrier(offset, warp.clock)
             if token is not None:

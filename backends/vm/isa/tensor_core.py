@@ -63,6 +63,7 @@ from backends.vm.tensor.tmem_layout import (
     load_split_scale_factors,
     scale_factors_hidden,
     split_address,
+    split_scale_address,
     store_copied_rows,
 )
 
@@ -505,7 +506,7 @@ def _check_scales(issue: Issue, taddr: int, rows: int, which: str) -> tuple[int,
 
     Returns their first column, and the origin of an undefined one if there is any.
     """
-    lane, column = split_address(taddr)
+    lane, column = split_scale_address(taddr)
     if lane:
         raise Fault("tmem-lane", f"the scale factors of {which} are given at lane {lane}; they begin at lane 0",
                     address=taddr)  # fmt: skip

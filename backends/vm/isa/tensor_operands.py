@@ -270,6 +270,9 @@ def sparsity_metadata(issue: Issue, taddr: int) -> tuple[Metadata, ...]:
     if d.sparsity_selector > 1:
         raise Fault("tmem-shape", f"which columns sparsity selector {d.sparsity_selector} takes is shown in a figure "
                     "only, and this machine does not know it; 0 and 1 are known (PTX ISA 9.7.16.10.8.4)")  # fmt: skip
+    if lane >= LANES:
+        raise Fault("tmem-out-of-bounds", f"the sparsity metadata of tcgen05.mma lies at lane {lane} of tensor memory, "
+                    f"which has {LANES}", address=taddr)  # fmt: skip
     column += d.sparsity_selector
     span = slice(column, column + metadata_columns(bits))
     found: list[Metadata] = []

@@ -81,7 +81,8 @@ class Late:
     """All but one CTA of each cluster, or all but one warp of each CTA, run as far as they can before that one moves.
 
     Operations end as they are issued. `which`: "cta" or "warp", chosen by its rank or index `number`, modulo their
-    count.
+    count. `vain_rounds`: rounds in which the others have done only what they may repeat for ever (Engine.repeat), since
+    they may spin together until the late one moves.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Late:
     defers: bool = False
     resident: int = 1
     quiet_rounds: int = 0
+    vain_rounds: int = 0
 
     def order(self, count: int) -> list[int]:
         """Ascending."""
@@ -108,7 +110,7 @@ class Late:
 
     def turn(self, run: Run) -> bool:
         """One round over the warps that are not late. If none moves or all spin, one block of each late warp."""
-        before = run.engine.events
+        before, repeated = run.engine.events, run.engine.repeatable
         late: list[Warp] = []
         moved = 0
         for warp in run.warps:
@@ -117,7 +119,9 @@ class Late:
             else:
                 moved += run.advance(warp, LONG_TURN)
         self.quiet_rounds = self.quiet_rounds + 1 if run.engine.events == before else 0
-        if moved and self.quiet_rounds < LATE_PATIENCE:
+        changed = run.engine.events - before != run.engine.repeatable - repeated
+        self.vain_rounds = 0 if changed else self.vain_rounds + 1
+        if moved and self.quiet_rounds < LATE_PATIENCE and self.vain_rounds < PATIENCE:
             return True
         behind = sum(run.advance(warp, 1) for warp in late)
         if not behind and moved and self.quiet_rounds >= PATIENCE:

@@ -91,6 +91,46 @@ def test_a_launch_holds_the_schedules_against_each_other(kernel: Path, capsys: p
     assert status == 1, f"a race goes unseen: {said}"
 
 
+# Each CTA or warp draws a number, and WHO keeps it. No rule is broken, but the order decides who gets which.
+TICKETS = f"""{HEAD}
+.visible .entry draw(.param .u64 y)
+{{
+  .reg .pred %p;
+  .reg .u64 %rd<3>;
+  .reg .u32 %r<3>;
+  ld.param.u64 %rd1, [y];
+  mov.u32 %r1, %tid.x;
+  and.b32 %r1, %r1, 31;
+  setp.ne.u32 %p, %r1, 0;
+  @%p ret;
+  atom.global.add.u32 %r2, [%rd1], 1;
+  mov.u32 %r1, WHO;
+  mul.wide.u32 %rd2, %r1, 4;
+  add.u64 %rd1, %rd1, %rd2;
+  st.global.u32 [%rd1+4], %r2;
+  ret;
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("late", "who", "launched"),
+    [
+        ("late_cta:0", "%ctaid.x", ("--grid", "2", "--cluster", "2", "--block", "32")),
+        ("late_warp:0", "%warpid", ("--block", "64")),
+    ],
+)
+def test_a_cta_and_a_warp_come_late(
+    kernel: Path, capsys: pytest.CaptureFixture[str], late: str, who: str, launched: tuple[str, ...]
+) -> None:
+    kernel.write_text(TICKETS.replace("WHO", who))
+    status, said = _check(capsys, kernel, "--entry", "draw", *launched, "--arg", "u32[3]")
+    assert (status, f"under the schedule {late} than under eager" in said) == (1, True), said
+    kernel.write_text(TICKETS.replace("WHO", who).replace("[%rd1+4], %r2", "[%rd1+4], %r1"))
+    status, said = _check(capsys, kernel, "--entry", "draw", *launched, "--arg", "u32[3]")
+    assert (status, "the same results under eager, lazy, late_cta:0, late_warp:0, random:0" in said) == (0, True), said
+
+
 SPIN = "mov.u32 %r2, 0;\nagain: add.u32 %r2, %r2, 1;\nsetp.lt.u32 %p1, %r2, 4000000000;\n@%p1 bra again;"
 
 
