@@ -341,7 +341,9 @@ def scratch_memory(program: Program | HostProgram, tensors: Mapping[str, torch.T
     made: dict[str, torch.Tensor] = {}
     for name, seed in poison_seeds(program, known).items():
         noise = torch.Generator("cuda").manual_seed(seed)
-        made[name] = torch.randint(256, (program.scratch[name],), generator=noise, dtype=torch.uint8, device="cuda")
+        made[name] = torch.randint(
+            256, (program.scratch[name],), generator=noise, dtype=torch.uint8, device=noise.device
+        )
     return made
 
 

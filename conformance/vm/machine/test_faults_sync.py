@@ -301,6 +301,21 @@ def test_warps_that_tell_each_other_that_nothing_has_happened(name: str, schedul
     TOLD_THROUGH[name](SET).run(schedule)
 
 
+def test_warps_that_ask_together_for_the_end_of_a_copy_get_it() -> None:
+    """One thread asks, and tells all behind a barrier, so that there is something new in each round."""
+    body = f"""{ONE}{INIT} .shared .align 16 .b8 cells[128]; .shared .align 4 .b32 got;
+    mov.u32 %r3, cells; mov.u32 %r6, mbar;
+    @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 128;
+    @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%x], 128, [%r6];
+    LOOP: bar.sync 0;
+    @%p1 mbarrier.test_wait.parity.shared::cta.b64 %p4, [mbar], 0;
+    @%p1 selp.u32 %r1, 1, 0, %p4; @%p1 st.shared.u32 [got], %r1;
+    bar.sync 0; ld.shared.u32 %r2, [got]; setp.eq.u32 %p5, %r2, 0; @%p5 bra LOOP; ret;"""
+    asking = Kernel(body, {"x": OUT}, block=(64, 1, 1), inputs=("x",), step_budget=100_000)
+    for schedule in ("eager", "lazy", "late_warp:0", "random:0"):
+        asking.run(schedule)
+
+
 def test_who_can_tell_the_order_of_others_is_found_only_in_a_given_order() -> None:
     """Under a random schedule, mbarrier.test_wait may come out otherwise from the same state."""
     asking = Kernel(TOLD.replace("try_wait", "test_wait").replace("SET ", ""), {"out": OUT}, block=(96, 1, 1))
