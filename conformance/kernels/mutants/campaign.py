@@ -388,7 +388,8 @@ def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ct
     order; the others were guards, stores and an address. A wait without its loop is killed only by a schedule that lets
     it give up.
     """
-    first, *others = (one for one in schedules if not one.startswith("late_cta") or in_clusters(subject.built[0].program))
+    clustered = in_clusters(subject.built[0].program)
+    first, *others = (one for one in schedules if clustered or not one.startswith("late_cta"))
     cases = subject.executing(mutant.line, first)
     judged = [_Turn(first, subject, built, first) for built in cases]
     late = [_Turn(schedule, subject, built, schedule) for schedule in others for built in cases[-1:]]
