@@ -574,11 +574,14 @@ def _learn(warp: Warp, group: ThreadGroups, read: int, written: int) -> None:
     seen, knowing = warp.clock.seen, warp.active_bits() & group.issuers
     if read <= seen[group.agent] and written <= seen[group.writer]:
         return
-    before = warp.known() if bits_of(warp.alive) & ~knowing else None
+    if not bits_of(warp.alive) & ~knowing:
+        warp.learn(group.agent, read)
+        warp.learn(group.writer, written)
+        return
+    before = warp.known()
     seen[group.agent] = max(int(seen[group.agent]), read)
     seen[group.writer] = max(int(seen[group.writer]), written)
-    if before is not None:
-        warp.have_acquired(before, group.issuers)
+    warp.have_acquired(before, group.issuers)
 
 
 @opcode("cp.async.bulk.prefetch.tensor.<dim>.L2.global{.<mode>}{.L2::cache_hint}", section="9.7.9.27.1.4",

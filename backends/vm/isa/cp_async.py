@@ -136,7 +136,7 @@ def _wait(warp: Warp, allowed: int) -> Wait:
     def finish() -> None:
         _take_over(warp, groups, allowed)
         for group in groups:
-            warp.clock.seen[group.agent] = max(int(warp.clock.seen[group.agent]), group.waited(allowed))
+            warp.learn(group.agent, group.waited(allowed))
             group.written(allowed)
 
     return Wait(

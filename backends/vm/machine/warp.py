@@ -389,6 +389,12 @@ class Warp:
         ):
             self.acquires.note(self.active_bits() & lanes, self.meetings, before, after)
 
+    def learn(self, agent: int, epoch: int) -> None:
+        """Take over the actions of an agent up to `epoch`, which no lane has to learn from another one."""
+        self.clock.seen[agent] = max(int(self.clock.seen[agent]), epoch)
+        if self.acquires.at == self.meetings:
+            self.acquires.tell(self.agents.serial, agent, epoch)
+
     def knows_unevenly(self) -> bool:
         """Whether an active lane may know less than its warp does."""
         return self.acquires.at == self.meetings and self.acquires.concern(self.active_bits())

@@ -31,6 +31,12 @@ class LaneAcquires:
             self.at, self.before, self.after = meetings, before, []
         self.after = [*(one for one in self.after if one[0] & ~lanes), (lanes, after)]
 
+    def tell(self, cluster: int, agent: int, epoch: int) -> None:
+        """Let all lanes know the actions of an agent up to `epoch`."""
+        for known in (self.before, *(after for _, after in self.after)):
+            known[cluster] = seen = known[cluster].copy()
+            seen[agent] = max(int(seen[agent]), epoch)
+
     def concern(self, lanes: int) -> bool:
         """Whether some of `lanes` may not know what their warp knows. The warp has not met since."""
         return bool(lanes & ~self.after[-1][0])
