@@ -48,10 +48,11 @@ It does NOT notice, and why:
   granule of shared memory go unseen too: values are compared for whole granules (threads that write what another one
   has written do not race, PTX ISA 8.7.2).
 - Lanes of a warp that meet in part, or where one waits or acquires and another one releases without having met it.
-  Meetings are counted by warp, and what may order some lanes counts for all, so that no finding is wrong. What a lane
-  has acquired before it ended counts as known to the lanes of its warp that meet later. A lane that waits behind others
-  counts as knowing what they know. Strong accesses are never checked by lane, as they race with nothing here, nor are
-  operands of the tensor core, whichever lane issues it, and sources in global memory of another lane's cp.async.
+  Meetings are counted by warp, and what may order some lanes counts for all, so that no finding is wrong: a wait by one
+  lane counts as a meeting for what the others stored before it. What a lane has acquired before it ended counts as
+  known to the lanes of its warp that meet later. A lane that waits behind others counts as knowing what they know.
+  Strong accesses are never checked by lane, as they race with nothing here, nor are operands of the tensor core,
+  whichever lane issues it, and sources in global memory of another lane's cp.async.
 - In global memory: a race with any but the last reader of a byte (a mark holds one), a missing fence.proxy.async before
   a bulk reduction, and a tensor map that is read while it is changed (maps carry no proxy state).
 - In a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA
