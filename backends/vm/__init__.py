@@ -21,8 +21,9 @@ grade `portability`. Some of these reach only collectors, and a judged row count
 - a tcgen05.cp or an mma that overwrites what an mma of another accumulator still reads (`tmem_unordered_copies`,
   `tmem_unordered_mmas`);
 - a missing wgmma.fence before another use of the registers (`wgmma_fences_early`);
-- a lane that uses what another lane of its warp wrote to shared memory with nothing in between, or another warp that
-  does so and has waited only for an arrival of other lanes (`lanes_unordered`);
+- a lane that uses what another lane of its warp wrote to shared memory with nothing in between, another warp that does
+  so and has waited only for an arrival of other lanes, or a lane that relies on what only other lanes of its warp have
+  awaited or acquired: an mbarrier, a flag, the end of their own copies (`lanes_unordered`);
 - a bulk copy over what threads have read with no fence.proxy.async in between (`smem_unfenced_overwrites`);
 - a position or length beyond 255 of a 64-bit bit field (`bit_fields_beyond_255`);
 - as a note, a remainder by zero (`remainders_by_zero`): correct kernels of others compute some that they do not use.
@@ -47,10 +48,12 @@ It does NOT notice, and why:
   lane's arrival or release gives back, since readers are known by warp. Two generic writers of parts of one 4-byte
   granule of shared memory go unseen too: values are compared for whole granules (threads that write what another one
   has written do not race, PTX ISA 8.7.2).
-- Lanes of a warp that meet in part, or where one acquires and another one releases without having met it. Meetings are
-  counted by warp, and what may order some lanes counts for all, so that no finding is wrong. What a lane has acquired
-  before it ended counts as known to the lanes of its warp that meet later. Strong accesses are never checked by lane,
-  as they race with nothing here.
+- Lanes of a warp that meet in part, or where one waits or acquires and another one releases without having met it.
+  Meetings are counted by warp, and what may order some lanes counts for all, so that no finding is wrong: a wait by one
+  lane counts as a meeting for what the others stored before it. What a lane has acquired before it ended counts as
+  known to the lanes of its warp that meet later. A lane that waits behind others counts as knowing what they know.
+  Strong accesses are never checked by lane, as they race with nothing here, nor are operands of the tensor core,
+  whichever lane issues it, and sources in global memory of another lane's cp.async.
 - In global memory: a race with any but the last reader of a byte (a mark holds one), a load with .nc of what the launch
   writes where another load reads the byte later, and a tensor map that is read while it is changed (maps carry no proxy
   state).

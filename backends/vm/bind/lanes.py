@@ -459,7 +459,7 @@ def _tell(warp: Warp) -> None:
     """Before accesses: update the words of the warp that change."""
     told = warp.registers.told
     told[_MARK], told[_MET] = warp.stamp, warp.meetings
-    told[_UNEVEN] = warp.acquires.at == warp.meetings
+    told[_UNEVEN] = warp.acquires.at == warp.meetings and warp.knows_unevenly()
 
 
 def _note_stores(warp: Warp) -> int:

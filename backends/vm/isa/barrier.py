@@ -11,6 +11,7 @@ from backends.vm.faults import Fault
 from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.cta import NAMED_BARRIERS, NamedBarrier
 from backends.vm.machine.warp import Gathering, Warp
+from backends.vm.memory.clocks import Clock
 from backends.vm.memory.lane_releases import EVERY
 from backends.vm.ptx.ast import Operand
 
@@ -83,8 +84,14 @@ def _wait(warp: Warp, number: int, barrier: NamedBarrier) -> Wait:
     return Wait(
         ready=lambda: barrier.generation >= target,
         reason=lambda: f"barrier {number}, where {barrier.arrived} of {_expected(barrier.expected)} have arrived",
-        finish=lambda: warp.clock.join(barrier.released),
+        finish=lambda: _join(warp, barrier.released),
     )
+
+
+def _join(warp: Warp, released: Clock) -> None:
+    """Learn what a barrier has gathered. Other lanes of the warp may have acquired something since the arrival."""
+    warp.meetings += 1
+    warp.clock.join(released)
 
 
 @opcode(*_ARRIVE, section="9.7.13.1", counter="barrier")
@@ -116,7 +123,7 @@ def reduce(b: Binder) -> Step:
         wait = _wait(warp, number, barrier)
 
         def finish() -> None:
-            warp.clock.join(barrier.released)
+            _join(warp, barrier.released)
             votes = barrier.outcome
             outcome = {"and": all(votes), "or": any(votes), "popc": sum(votes)}[operation]
             np.copyto(getattr(warp, view)[rd], outcome, where=mask, casting="unsafe")
@@ -200,7 +207,7 @@ def cluster_wait(b: Binder) -> Step:
 
         def finish() -> None:
             warp.cluster_owed &= ~mask
-            warp.clock.join(cluster.released)
+            _join(warp, cluster.released)
             np.maximum(warp.met, cluster.met, out=warp.met)
 
         def reason() -> str:
@@ -244,17 +251,18 @@ def memory_fence(b: Binder) -> Step:
     announces = "mbarrier_init" in b.instruction.parts
 
     def step(warp: Warp) -> None:
+        grid = warp.clock.grid_part() if wide else None
+        noticed = (acquires and warp.noticed) or (grid is not None and grid.noticed)
+        before = warp.acquiring() if noticed else None
         if acquires:
             for carried in warp.noticed.values():
                 carried.take(warp.clock, warp.cta.place.cta_rank, narrow=narrow)
             if not narrow:
                 warp.noticed.clear()
-        if wide:
-            grid = warp.clock.grid_part()
-            before = warp.acquiring() if grid.noticed else None
+        if grid is not None:
             grid.fence(warp.agents.serial, warp.clock.seen)
-            if before is not None:
-                warp.have_acquired(before)
+        if before is not None:
+            warp.have_acquired(before)
         if announces:
             for barrier in warp.cta.mbarriers.values():
                 barrier.announced |= barrier.creator == warp.agent

@@ -11,11 +11,11 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, report
-from backends.vm.machine.access import active, resolve
+from backends.vm.machine.access import active, check_acquired, resolve
 from backends.vm.machine.code import Wait
 from backends.vm.machine.cta import Cta
-from backends.vm.machine.engine import Copy, CopyGroups, submit
-from backends.vm.machine.warp import Warp
+from backends.vm.machine.engine import Copy, CopyGroups, ThreadGroups, submit
+from backends.vm.machine.warp import Warp, bits_of
 from backends.vm.memory.clocks import Clock, stamp
 from backends.vm.memory.definedness import Missing, lost_in_reduction
 from backends.vm.memory.global_memory import Buffer
@@ -116,12 +116,19 @@ def _issuers(b: Binder) -> Callable[[Warp], list[int]]:
     return lanes
 
 
+def _note_issue(warp: Warp, groups: ThreadGroups, lane: int, copy: Copy, issuers: list[int]) -> None:
+    """Add a copy to the open group of `lane`, which issues it alone or for all active lanes."""
+    groups.open.append(copy)
+    groups.issuers |= warp.active_bits() if len(issuers) == 1 else 1 << lane
+
+
 def _check_lanes(warp: Warp, lane: int, granules: Granules) -> None:
-    """If one lane alone issues a copy, check that other lanes' stores to the source are ordered before it. A copy
-    issued by all lanes needs no check."""
+    """If one lane alone issues a copy, check that stores to the source, by other lanes or awaited by them alone, are
+    ordered before it. A copy issued by all lanes needs no check."""
     if count_nonzero(warp.mask) == 1:
         offsets, by = 4 * granules, np.full(granules.size, lane)
         warp.cta.smem.check_lanes(offsets, 4, by, (warp.agent, warp.meetings), "copied by")
+        check_acquired(warp, warp.cta, offsets, 4, by)
 
 
 def _shared(b: Binder, operand: Operand) -> Callable[[Warp, int], int]:
@@ -297,6 +304,9 @@ def _begin_load(
     serial = warp.cta.cluster.next_copy()
     granules = granules_of(plan.smem_addresses, plan.piece_bytes)
     if not combine[0]:
+        if warp.knows_unevenly() and count_nonzero(warp.mask) == 1:
+            lanes = np.full(granules.size, int(warp.mask.argmax()))
+            check_acquired(warp, cta, 4 * granules, 4, lanes, writes=True)
         cta.smem.async_write_begins(granules, warp.clock, line, "the bulk copy")
     landed = _copy_clock(warp, barrier.copy_agent, serial)
 
@@ -423,7 +433,7 @@ def tensor_store(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         written: list[Pieces] = []
-        for lane in issuers(warp):
+        for lane in (lanes := issuers(warp)):
             tensor_map, address = tensor.tensor_map(warp, lane), origin(warp, lane)
             if operation:
                 check_reduction(operation, tensor_map.element)
@@ -442,7 +452,7 @@ def tensor_store(b: Binder) -> Step:
             written.append((plan.global_addresses[plan.in_bounds], plan.piece_bytes, stamp(groups.writer, serial)))
             perform = _store_performer(warp, plan, tensor_map, operation, line, doubtful=not whole)
             done = submit(warp, "a tensor store", line, text, perform)
-            groups.open.append(Copy(done, serial))
+            _note_issue(warp, groups, lane, Copy(done, serial), lanes)
         machine = warp.cta.machine
         machine.races.copied_to(machine.memory, written, warp, line, strong=bool(operation))
 
@@ -491,7 +501,7 @@ def linear_store(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         written: list[Pieces] = []
-        for lane in issuers(warp):
+        for lane in (lanes := issuers(warp)):
             bytes_, target, start = int(warp.u32[count][lane]), int(address_of(warp)[lane]), origin(warp, lane)
             _check_linear(target, start, bytes_, lane)
             offset, serial = warp.cta.own_offset(start, "bulk copy"), warp.cta.cluster.next_copy()
@@ -520,7 +530,7 @@ def linear_store(b: Binder) -> Step:
                     buffer.undefine(at, missing.bytes_, origin)
 
             done = submit(warp, "a bulk copy", line, text, perform)
-            groups.open.append(Copy(done, serial))
+            _note_issue(warp, groups, lane, Copy(done, serial), lanes)
         machine = warp.cta.machine
         machine.races.copied_to(machine.memory, written, warp, line, strong=bool(operation))
 
@@ -549,9 +559,7 @@ def wait_group(b: Binder) -> Step:
 
         def finish() -> None:
             for group in groups:
-                warp.clock.seen[group.agent] = max(int(warp.clock.seen[group.agent]), group.waited(allowed))
-                if not reads:
-                    warp.clock.seen[group.writer] = max(int(warp.clock.seen[group.writer]), group.written(allowed))
+                _learn(warp, group, group.waited(allowed), 0 if reads else group.written(allowed))
 
         return Wait(
             ready=lambda: not any(group.outstanding(allowed) for group in groups),
@@ -560,6 +568,22 @@ def wait_group(b: Binder) -> Step:
         )
 
     return step
+
+
+def _learn(warp: Warp, group: ThreadGroups, read: int, written: int) -> None:
+    """After a wait by the active lanes: those that issued the copies of `group` know the end of those up to number
+    `read`, and of the writes of those up to number `written`."""
+    seen, knowing = warp.clock.seen, warp.active_bits() & group.issuers
+    if read <= seen[group.agent] and written <= seen[group.writer]:
+        return
+    if not bits_of(warp.alive) & ~knowing:
+        warp.learn(group.agent, read)
+        warp.learn(group.writer, written)
+        return
+    before = warp.known()
+    seen[group.agent] = max(int(seen[group.agent]), read)
+    seen[group.writer] = max(int(seen[group.writer]), written)
+    warp.have_acquired(before, group.issuers)
 
 
 @opcode("cp.async.bulk.prefetch.tensor.<dim>.L2.global{.<mode>}{.L2::cache_hint}", section="9.7.9.27.1.4",

@@ -12,7 +12,7 @@ from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.isa.mbarrier_ops import places
-from backends.vm.machine.access import active
+from backends.vm.machine.access import active, check_acquired
 from backends.vm.machine.code import Wait
 from backends.vm.machine.engine import Copy, ThreadGroups, submit
 from backends.vm.machine.warp import Warp
@@ -67,6 +67,7 @@ def cp_async(b: Binder) -> Step:
             fault.lane = None if fault.lane is None else int(lanes[fault.lane])
             raise
         granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
+        check_acquired(warp, warp.cta, offsets, size, lanes, writes=True)
         smem.async_write_begins(granules, warp.clock, line, "cp.async", generic=True)
         groups, serial = _groups(warp), cluster.next_copy()
         machine = warp.cta.machine
@@ -91,8 +92,8 @@ def cp_async(b: Binder) -> Step:
                 smem.undefine(np.array([offset]), missing, origin.stored_at(line, warp.name))
 
         done = submit(warp, "a cp.async", line, text, perform, queue=warp.copies)
-        for group in groups:
-            group.open.append(Copy(done, serial))
+        for group, own in zip(groups, granules, strict=True):
+            group.open.append(Copy(done, serial, own))
 
     return step
 
@@ -133,8 +134,9 @@ def _wait(warp: Warp, allowed: int) -> Wait:
     groups = _groups(warp)
 
     def finish() -> None:
+        _take_over(warp, groups, allowed)
         for group in groups:
-            warp.clock.seen[group.agent] = max(int(warp.clock.seen[group.agent]), group.waited(allowed))
+            warp.learn(group.agent, group.waited(allowed))
             group.written(allowed)
 
     return Wait(
@@ -142,6 +144,23 @@ def _wait(warp: Warp, allowed: int) -> Wait:
         reason=lambda: f"all but {allowed} of its cp.async groups to end",
         finish=finish,
     )
+
+
+def _take_over(warp: Warp, groups: list[ThreadGroups], allowed: int) -> None:
+    """After a wait by the active lanes: what each has copied counts as its own store, for it alone to release."""
+    copies, lanes = list[Copy](), list[int]()
+    for lane, group in zip(active(warp).tolist(), groups, strict=True):
+        covered = group.covered(allowed)
+        copies += covered
+        lanes += [lane] * len(covered)
+    granules = [copy.granules for copy in copies if copy.granules is not None]
+    if not granules:
+        return
+    sizes, agent = [one.size for one in granules], groups[0].agent
+    marks = np.repeat(np.array([stamp(agent, copy.serial) for copy in copies], np.int32), sizes)
+    where = np.concatenate(granules)
+    warp.cta.smem.take_over(where, marks, np.repeat(lanes, sizes), warp.stamp, warp.meetings)
+    warp.stored_at = warp.meetings
 
 
 @opcode("cp.async.mbarrier.arrive{.<noinc>}{.<space>}.b64", section="9.7.13.15.15", counter="mbarrier", noinc="noinc",

@@ -183,7 +183,7 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
     row = b.source(phase, "u32" if by_parity else "u64")
 
     def ask(warp: Warp) -> tuple[npt.NDArray[np.bool_], list[tuple[MBarrier, int]]]:
-        answers = np.zeros(32, np.bool_)
+        answers, before, met = np.zeros(32, np.bool_), None, False
         asked: list[tuple[MBarrier, int]] = []
         values = warp.u32[row] if by_parity else warp.u64[row] >> np.uint64(63)
         for (cta, offset), lanes in find(warp):
@@ -193,7 +193,8 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
             for parity in parities:
                 asked.append((barrier, int(parity) & 1))
                 passed = barrier.passed(int(parity) & 1)
-                warp.meetings += passed
+                if passed and not met:
+                    before, met = warp.acquiring(), True
                 if passed:
                     alike = len(parities) == 1
                     answers[lanes if alike else [i for i, one in zip(lanes, told, strict=True) if one == parity]] = True
@@ -203,6 +204,8 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
                     warp.noticed[id(barrier)] = barrier.completed
                 elif passed:
                     barrier.completed.take(warp.clock, warp.cta.place.cta_rank, narrow=narrow)
+        if before is not None:
+            warp.have_acquired(before)
         return answers, asked
 
     return rd, ask

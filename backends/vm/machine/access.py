@@ -136,6 +136,7 @@ def _take(
         count_banks(warp, offsets, size)
         if not strong:
             cta.smem.check_lanes(offsets, size, lanes, (warp.agent, warp.meetings), "read by")
+            check_acquired(warp, cta, offsets, size, lanes)
         values, hidden = cta.smem.load(offsets, size, warp.clock, warp.stamp, strong=strong)
         return values, None if hidden is None else Missing(hidden, cta.smem.origin_of(_first(offsets, hidden), 0))
     if space == "param":
@@ -149,6 +150,14 @@ def _take(
     if buffer.writable and not strong:
         machine.races.read(buffer, addresses, size, warp, warp.stamp, lanes=lanes)
     return read_pieces(buffer.data, offsets, size), missing_in(buffer, offsets, size)
+
+
+def check_acquired(
+    warp: Warp, cta: Cta, offsets: Addresses, size: int, lanes: Addresses, *, writes: bool = False
+) -> None:
+    """Report that `lanes` [n] access shared memory that only other lanes of the warp have acquired."""
+    if lanes.size == offsets.size and warp.knows_unevenly():
+        cta.smem.check_acquired(offsets, size, lanes, warp.acquires, (warp.clock, warp.agent), writes=writes)
 
 
 def missing_in(buffer: Buffer, offsets: Addresses, size: int) -> Missing | None:
@@ -208,6 +217,8 @@ def _store(
         engine.repeatable += not strong
         cta, offsets = owner(warp, space, addresses, "store")
         count_banks(warp, offsets, values.shape[1])
+        if not strong:
+            check_acquired(warp, cta, offsets, values.shape[1], lanes, writes=True)
         cta.smem.store(offsets, values, warp.clock, warp.stamp, line, strong=strong)
         cta.smem.note_lanes(offsets, values.shape[1], lanes, 0 if strong else warp.meetings)
         if not strong:

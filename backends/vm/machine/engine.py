@@ -12,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from backends.vm.faults import Fault
 from backends.vm.memory.clocks import Agents
 
@@ -142,10 +145,14 @@ def submit(
 
 @dataclass(slots=True)
 class Copy:
-    """A copy and its serial number in the cluster. A wait for it makes that number visible."""
+    """A copy and its serial number in the cluster. A wait for it makes that number visible.
+
+    `granules`: of a cp.async, what the thread writes.
+    """
 
     operation: Operation
     serial: int
+    granules: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(slots=True)
@@ -154,10 +161,12 @@ class ThreadGroups:
 
     `agent` is the clock index of their reads and of their writes to shared memory, `writer` the clock index of their
     writes to global memory. `writing` holds the newest serial number of each group whose writes no wait has covered.
+    `issuers`: as bits, the lanes that have issued bulk copies here; more than one if one copy was issued for all.
     """
 
     agent: int
     writer: int
+    issuers: int = 0
     open: list[Copy] = field(default_factory=list[Copy])
     committed: list[list[Copy]] = field(default_factory=list[list[Copy]])
     writing: list[int] = field(default_factory=list[int])
@@ -168,10 +177,13 @@ class ThreadGroups:
         self.writing.append(max((copy.serial for copy in self.open), default=0))
         self.open = []
 
+    def covered(self, allowed: int) -> list[Copy]:
+        """The copies that a wait for all but the latest `allowed` groups waits for."""
+        return [copy for group in self.committed[: max(len(self.committed) - allowed, 0)] for copy in group]
+
     def outstanding(self, allowed: int) -> list[Copy]:
-        """The unfinished copies that a wait for all but the latest `allowed` groups waits for."""
-        waited = self.committed[: max(len(self.committed) - allowed, 0)]
-        return [copy for group in waited for copy in group if not copy.operation.done]
+        """Those of them that have not ended."""
+        return [copy for copy in self.covered(allowed) if not copy.operation.done]
 
     def waited(self, allowed: int) -> int:
         """Forget the groups that a wait for all but `allowed` covers. Returns their highest serial number, or 0."""

@@ -118,7 +118,7 @@ class QuickAccess:
     def _in_shared(self, warp: Warp, base: int) -> int:
         cta = warp.cta
         perform, place = self._shared.wanted(WORTH), cta.smem.place
-        if perform is None or place is None:
+        if perform is None or place is None or warp.knows_unevenly():
             return NO
         mask = self._givers_address if self._rows else warp.mask_address
         arguments = (self._program_address, warp.registers.bounds_address, mask, place.address, warp.seen_address,

@@ -117,6 +117,7 @@ def of_shared() -> int:
     """The function of weak accesses to `.shared`; its word is the address of a SITE."""
     code = _Code()
     site = code.pointer(code.at(code.rows, 0))
+    code.refuse(code.b.not_(code.is_zero(code.told("uneven"))))
     _perform(code, site, code.told("shared"), code.told("base"), code.told("mark"), "stored")
     return code.address()
 

@@ -161,7 +161,8 @@ def merged(strands: list[Strand]) -> list[Strand]:
     return found
 
 
-def _bits(lanes: Mask) -> int:
+def bits_of(lanes: Mask) -> int:
+    """Lanes as bits."""
     return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
 
 
@@ -372,7 +373,7 @@ class Warp:
 
     def active_bits(self) -> int:
         """The active lanes as bits, or EVERY if all living lanes are active: `LaneReleases.ended` knows the others."""
-        return EVERY if self.full else _bits(self.mask)
+        return EVERY if self.full else bits_of(self.mask)
 
     def known(self) -> Snapshot:
         """What is ordered before the next action, by cluster."""
@@ -380,19 +381,27 @@ class Warp:
         return {**(grid.known if grid is not None else {}), self.agents.serial: self.clock.seen.copy()}
 
     def acquiring(self) -> Snapshot | None:
-        """Call before the active lanes acquire from flags. Returns what the warp knows if other living lanes are
-        inactive."""
-        alone, uneven = not self.full, self.acquires.at == self.meetings
+        """Call before the active lanes acquire. Returns what the warp knows if other living lanes are inactive."""
+        alone, uneven = self.where is not True and not self.full, self.acquires.at == self.meetings
         self.meetings += 1
         if alone and uneven:
             self.acquires.at = self.meetings
         return self.known() if alone else None
 
-    def have_acquired(self, before: Snapshot) -> None:
-        """Call after such an acquire: until the lanes meet, only the active ones know what they have learned."""
-        after = self.known()
-        if any(cluster not in before or count_nonzero(seen > before[cluster]) for cluster, seen in after.items()):
-            self.acquires.note(self.active_bits(), self.meetings, before, after)
+    def have_acquired(self, before: Snapshot, lanes: int = EVERY) -> None:
+        """Call after such an acquire: until the lanes meet, only the active ones of `lanes` know what they have
+        learned. They may have learned what others knew already."""
+        after, uneven = self.known(), self.acquires.at == self.meetings
+        if uneven or any(
+            cluster not in before or count_nonzero(seen > before[cluster]) for cluster, seen in after.items()
+        ):
+            self.acquires.note(self.active_bits() & lanes, self.meetings, before, after)
+
+    def learn(self, agent: int, epoch: int) -> None:
+        """Take over the actions of an agent up to `epoch`, which no lane has to learn from another one."""
+        self.clock.seen[agent] = max(int(self.clock.seen[agent]), epoch)
+        if self.acquires.at == self.meetings:
+            self.acquires.tell(self.agents.serial, agent, epoch)
 
     def knows_unevenly(self) -> bool:
         """Whether an active lane may know less than its warp does."""
@@ -437,7 +446,7 @@ class Warp:
         left = count_nonzero(self.alive)
         self.cta.alive -= int(before - left)
         if left:
-            self._note_end(_bits(lanes))
+            self._note_end(bits_of(lanes))
         if self.undefined:
             self.undefined.forget_dead(self.alive)
         self.cta.machine.engine.events += 1

@@ -507,7 +507,8 @@ class GlobalRaces:
         shadow, warp, lanes = accesses.shadow, accesses.warp, accesses.lanes
         if lanes is None or warp.acquires.at != warp.meetings:
             return
-        unknown = warp.acquires.unknown(marks[accesses.granules], lanes, warp.known())
+        own = (warp.agents.serial, warp.agent)
+        unknown = warp.acquires.unknown(marks[accesses.granules], lanes, warp.known(), own)
         wrote = marks is shadow.writer
         for access, at, line in shadow.one_a_line(accesses.granules, unknown, writes=wrote):
             who, did = self._name(int(marks[at]), warp), "wrote" if wrote else "read"

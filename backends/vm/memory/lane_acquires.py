@@ -1,7 +1,8 @@
 """What only some lanes of a warp have acquired, and the others do not know until they meet those lanes.
 
-The clock of a warp takes over what any of its lanes acquires from a flag. This module keeps lanes apart until they meet
-next; lanes.py says what counts as a meeting.
+The clock of a warp takes over what any of its lanes acquires: from a flag, by a wait at an mbarrier, or by a wait for
+bulk groups, which are the waiting thread's own. This module keeps lanes apart until they meet next; lanes.py says what
+counts as a meeting.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.memory.clocks import Snapshot, parts_of, seen_of
+from backends.vm.memory.clocks import EPOCH_MASK, Epochs, Snapshot, Stamps, agent_of, parts_of, seen_of
 
 
 @dataclass(slots=True)
@@ -30,21 +31,44 @@ class LaneAcquires:
             self.at, self.before, self.after = meetings, before, []
         self.after = [*(one for one in self.after if one[0] & ~lanes), (lanes, after)]
 
+    def tell(self, cluster: int, agent: int, epoch: int) -> None:
+        """Let all lanes know the actions of an agent up to `epoch`."""
+        for known in (self.before, *(after for _, after in self.after)):
+            known[cluster] = seen = known[cluster].copy()
+            seen[agent] = max(int(seen[agent]), epoch)
+
     def concern(self, lanes: int) -> bool:
         """Whether some of `lanes` may not know what their warp knows. The warp has not met since."""
         return bool(lanes & ~self.after[-1][0])
 
     def unknown(
-        self, marks: npt.NDArray[np.int64], lanes: npt.NDArray[np.int64], now: Snapshot
+        self, marks: npt.NDArray[np.int64], lanes: npt.NDArray[np.int64], now: Snapshot, warp: tuple[int, int]
     ) -> npt.NDArray[np.bool_]:
-        """Which of marks [n, k] lanes [n] know only by other lanes' acquires, where the warp knows `now`."""
+        """Which of marks [n, k] lanes [n] know only by other lanes' acquires, where the warp knows `now`.
+
+        `warp`: its cluster and agent, whose own accesses are not judged here.
+        """
         found = np.zeros(marks.shape, np.bool_)
         for at, lane in enumerate(lanes.tolist()):
-            known = next((after for by, after in reversed(self.after) if by >> lane & 1), self.before)
+            known = self._known_to(lane)
             if known is self.after[-1][1]:
                 continue
             for column, mark in enumerate(marks[at].tolist()):
                 cluster, agent, epoch = parts_of(mark)
                 own, acquired, last = (seen_of(one, cluster, agent) for one in (known, self.after[-1][1], now))
-                found[at, column] = own < epoch <= acquired == last
+                found[at, column] = (cluster, agent) != warp and own < epoch <= acquired == last
         return found
+
+    def unknown_here(
+        self, stamps: Stamps, lanes: npt.NDArray[np.int64], cluster: int, seen: Epochs, agent: int
+    ) -> npt.NDArray[np.bool_]:
+        """As `unknown`, for stamps [n, k] of shared memory, where warp `agent` of `cluster` has `seen`."""
+        agents, epochs, acquired = agent_of(stamps), stamps & EPOCH_MASK, self.after[-1][1][cluster]
+        found = (agents != agent) & (epochs <= acquired[agents]) & (acquired[agents] == seen[agents])
+        for lane in dict.fromkeys(lanes.tolist()):
+            rows = lanes == lane
+            found[rows] &= epochs[rows] > self._known_to(lane)[cluster][agents[rows]]
+        return found
+
+    def _known_to(self, lane: int) -> Snapshot:
+        return next((after for by, after in reversed(self.after) if by >> lane & 1), self.before)

@@ -29,6 +29,7 @@ from backends.vm.memory.clocks import (
 from backends.vm.memory.compiled_access import BANKS
 from backends.vm.memory.compiled_granules import Deed
 from backends.vm.memory.definedness import Mask, Missing, Origin, Sources
+from backends.vm.memory.lane_acquires import LaneAcquires
 from backends.vm.memory.lanes import LaneWrites
 from backends.vm.memory.pieces import read_pieces
 
@@ -59,8 +60,8 @@ class SharedMemory:
     judged. `readers` holds readers other than the last: by agent, int32 epochs and PTX lines [2, granules].
     `many_readers` marks those granules. `unfenced_overwrites` counts bulk copies over what threads have read with no
     proxy fence in between. `allocs`: PTX lines of tcgen05.alloc, whose result word counts as such a read when a copy
-    overwrites it. `lanes`: the last writing lane of each granule. `place`: this memory for compiled code; None when an
-    observer wants every access.
+    overwrites it. `lanes`: the last writing lane of each granule. `copied`: PTX lines of cp.async whose threads have
+    waited for them. `place`: this memory for compiled code; None when an observer wants every access.
     """
 
     def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
@@ -84,6 +85,7 @@ class SharedMemory:
         self.unfenced_overwrites = 0
         self.allocs: set[int] = set()
         self.lanes = LaneWrites(padded // 4)
+        self.copied: set[int] = set()
         partial = agents.releases.partial
         self.place: MemoryWords | None = MemoryWords(
             RESERVED, self.size, self.data, self.defined, self.in_flight, self.writer, self.reader, self.writer_line,
@@ -146,6 +148,41 @@ class SharedMemory:
             report(Fault("lanes-unordered", f"this granule is {action} lane {lane} after {who} wrote it at PTX line "
                          f"{line}, and the lanes have not met in between: bar.warp.sync is missing", lane=at,
                          address=4 * granule, other=OtherAccess(who, "wrote", line)))  # fmt: skip
+
+    def check_acquired(
+        self, offsets: Addresses, size: int, lanes: Addresses, acquires: LaneAcquires, by: tuple[Clock, int], *,
+        writes: bool,
+    ) -> None:  # fmt: skip
+        """Report accesses by `lanes` [n] at `offsets` [n] that only other lanes of their warp know to be in order.
+
+        Each accesses `size` bytes. `by`: the warp's clock and agent; `acquires`: what only some of its lanes know.
+        """
+        granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
+        if int(granules.min()) < 0 or int(granules.max()) >= self.writer.size:
+            return  # an address that is a fault
+        action, (clock, agent) = "overwritten by" if writes else "read by", by
+        for did, stamps, lines in (("wrote", self.writer, self.writer_line), ("read", self.reader, self.reader_line)):
+            unknown = acquires.unknown_here(stamps[granules], lanes, self.agents.serial, clock.seen, agent)
+            for at, granule, line in list(_one_a_line(granules, unknown, lines)):
+                lane, who = int(lanes[at or 0]), self.agents.name(agent_of(int(stamps[granule])))
+                report(Fault("lanes-unordered", f"this granule is {action} lane {lane} after {who} {did} it"
+                             f"{at_line(line)}; what orders that is a wait or an acquire by other lanes, which the "
+                             "lane has not met since: bar.warp.sync is missing behind it", lane=at,
+                             address=4 * granule, other=OtherAccess(who, did, line)))  # fmt: skip
+            if not writes:
+                return
+
+    def take_over(self, granules: Granules, copies: Stamps, lanes: Addresses, stamp: int, meetings: int) -> None:
+        """Record that `lanes` [n] have waited for their cp.async into granules [n], written with stamps `copies`.
+
+        Only the waiting thread sees them then (PTX ISA 9.7.9.25.3.3), so from now on they are its own stores, made with
+        `stamp` after `meetings` of its warp.
+        """
+        kept = self.writer[granules] == copies
+        granules, lanes = granules[kept], lanes[kept]
+        self.copied.update(np.unique(self.writer_line[granules]).tolist())
+        self.writer[granules] = stamp
+        self.lanes.lane[granules], self.lanes.met[granules] = lanes, meetings
 
     def note_lanes(self, offsets: Addresses, size: int, lanes: Addresses, meetings: int) -> None:
         """Record a store of `size` bytes at each of `offsets` by `lanes` [n] of a warp that has met `meetings` times.
@@ -362,12 +399,12 @@ class SharedMemory:
         unfenced &= (found & EPOCH_MASK) <= clock.seen[agent_of(found)]
         for _, at, line in _one_a_line(granules, unfenced, self.writer_line):
             agent = agent_of(int(self.writer[at]))
-            who = self.agents.name(agent)
+            who = "a copy" if line in self.copied else self.agents.name(agent)
             if line in relied:
                 self.unfenced_overwrites += 1
                 self._report_relied(f"{what} the word that the tcgen05.alloc of {who} wrote", at, who, "wrote", line)
                 continue
-            copied = agent >= self.agents.first_copy and ("tcgen05" in what or "wgmma" in what)
+            copied = (agent >= self.agents.first_copy or line in self.copied) and ("tcgen05" in what or "wgmma" in what)
             rule = "copy-missing-proxy-fence" if copied else "missing-proxy-fence"
             report(Fault(rule, f"{what} what {who} wrote at PTX line {line} through the generic proxy with no "
                          "fence.proxy.async in between", address=4 * at,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from random import Random
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from backends.vm.machine.warp import Warp
 from backends.vm.memory import compiled_access, global_races
 from backends.vm.memory.access_code import NO
 from backends.vm.ptx.parser import parse
-from conformance.vm.kernel import Kernel
+from conformance.vm.kernel import Kernel, init, wait
 
 _TYPES = {"u8": 1, "s8": 1, "u16": 2, "s16": 2, "b32": 4, "s32": 4, "u64": 8, "b64": 8}
 _SPACES = {"shared": "%r1", "global": "%rd2", "": "%rd3"}
@@ -245,6 +246,29 @@ def test_machine_code_where_a_lane_knows_less_than_its_warp_is_found_out(monkeyp
     monkeypatch.setattr(Warp, "knows_unevenly", lambda self: False)
     with pytest.raises(AssertionError, match="with machine code"):
         _compared(_told, "one lane is told")
+
+
+def _told_in_shared(last: str) -> Kernel:
+    """Eight times, one lane waits for what another warp has stored, and all lanes read it; `last`: where the lanes go
+    ahead of the last read."""
+    body = f""".shared .align 4 .b8 s[128]; mov.u32 %r0, s; mad.lo.u32 %r0, %lane, 4, %r0; setp.ne.u32 %p0, %lane, 0;
+    .shared .align 8 .b64 mbar; {init("mbar")} setp.ne.u32 %p2, %warp, 0; mov.u32 %r1, 0;
+    LOOP: and.b32 %r2, %r1, 1; setp.eq.u32 %p1, %r1, 7; @%p2 bra READER;
+    st.shared.u32 [%r0], %lane; bar.warp.sync -1; @!%p0 mbarrier.arrive.shared::cta.b64 _, [mbar]; bra NEXT;
+    READER: @%p0 bra TOLD; {wait("mbar", "%r2")}
+    TOLD: @%p1 bra {last}; MEET: bar.warp.sync -1;
+    READ: xor.b32 %r4, %lane, %r1; ld.shared.u32 %r3, [%r0];
+    NEXT: bar.sync 0; add.u32 %r1, %r1, 1; setp.lt.u32 %p3, %r1, 8; @%p3 bra LOOP; ret;"""
+    return Kernel(body, {"x": np.zeros(32, np.uint32), "flag": np.zeros(1, np.uint32)}, block=(64, 1, 1))
+
+
+@pytest.mark.parametrize(("module", "name"), [(quick_access, "WORTH"), (code, "OFTEN")])
+def test_machine_code_reads_what_a_lane_does_not_know_from_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+) -> None:
+    monkeypatch.setattr(module, name, 1)
+    assert not _outcome(_told_in_shared("MEET"))[2], "the lanes have met"
+    assert "lanes-unordered" in str(_outcome(_told_in_shared("READ"))[2])
 
 
 def test_rows_of_matrices_in_wrong_places_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
