@@ -22,12 +22,10 @@ EXTRAS = "test,lint,assembler,cuda,cutedsl,triton"
 BIN = HOUSE / "bin"
 
 
-def _run(
-    session: nox.Session, program: str, *arguments: str, extras: str = EXTRAS, env: dict[str, str | None] | None = None
-) -> None:
+def _run(session: nox.Session, program: str, *arguments: str, extras: str = EXTRAS) -> None:
     """Make or refresh the house environment, then run one of its programs."""
     _prepare(session, extras)
-    session.run(str(BIN / program), *arguments, external=True, env=env)
+    session.run(str(BIN / program), *arguments, external=True)
 
 
 def _end_as(session: nox.Session, program: str, *arguments: str) -> None:
@@ -61,9 +59,7 @@ def conformance(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests: the VM's families, the harness itself, the property tests. Arguments go to pytest."""
     workers = os.environ.get("MEGAMOE_WORKERS", "auto")
-    # Where a machine forbids bytecode, every worker and every command under test would compile all our modules again.
-    keep_bytecode: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None}
-    _run(session, "pytest", "-q", "-n", workers, "--dist", "worksteal", *session.posargs, env=keep_bytecode)
+    _run(session, "pytest", "-q", "-n", workers, "--dist", "worksteal", *session.posargs)
 
 
 @nox.session

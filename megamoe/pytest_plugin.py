@@ -7,6 +7,7 @@ as text, JSON, SARIF or JUnit XML, depending on the file name.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Generator
 from contextlib import ExitStack
@@ -20,6 +21,8 @@ import pytest
 if TYPE_CHECKING:
     from megamoe.vm import Device
 
+_SELDOM = 100_000, 50, 100
+"""Thresholds of the collector. Imports and launches make many objects and few cycles."""
 _DEVICE = pytest.StashKey["Device"]()
 _FAULTS = pytest.StashKey[list[Exception]]()
 
@@ -79,6 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
     except (UnsupportedError, ValueError) as refused:
         raise pytest.UsageError(f"--megamoe-vm: {refused}") from None
     # Torch takes seconds to import, so the options are checked first.
+    opened.callback(gc.set_threshold, *gc.get_threshold())
+    gc.set_threshold(*_SELDOM)
     from megamoe import torch_cuda
 
     opened.enter_context(torch_cuda.on_host(target, sm_count))

@@ -79,7 +79,7 @@ class GpuExecutor:
     def bind(
         self, program: AnyProgram, tensors: Mapping[str, torch.Tensor], options: RunOptions
     ) -> Iterator[PreparedCall]:
-        """`program`, loaded and ready on `tensors`. Each binding has its own workspaces, filled with 0xFF bytes."""
+        """`program`, loaded and ready on `tensors`. Each binding has its own workspaces, filled with noise."""
         _check(program, tensors, options)
         if isinstance(program, Program):
             from backends.gpu.kernels import bound_program

@@ -225,7 +225,7 @@ class HostCall:
     """One call of a compiled host function, which does its own launches, on tensors with fixed addresses."""
 
     def __init__(self, program: HostProgram, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = {**tensors, **scratch_memory(program.scratch)}
+        self._tensors = {**tensors, **scratch_memory(program, tensors)}
         self._addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
         self._loaded = LoadedHost(program, tuple(self._tensors))
         if program.prepare:

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 from backends.gpu.driver import call, described, driver, driver_library, failure
 from megamoe.contract import BufferArg, DeviceError, ScalarArg, TensorMapArg, UnsupportedError
 from megamoe.contract.assembly import assemblers
+from megamoe.contract.poison import SAMPLE, poison_seeds
 
 if TYPE_CHECKING:
     import torch
 
-    from megamoe.contract import Launch, Program, Target
+    from megamoe.contract import HostProgram, Launch, Program, Target
 
 SCALAR_FORMATS: Final[Mapping[str, str]] = {
     "bool": "<?", "u8": "<B", "s8": "<b", "u16": "<H", "s16": "<h", "u32": "<I", "s32": "<i", "b32": "<I", "f16": "<e",
@@ -314,11 +315,11 @@ def loaded_module(ptx: str, target: Target, device: int) -> Any:
 
 @contextmanager
 def bound_program(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[KernelCall]:
-    """`program`, loaded, on `tensors` of the current device. Workspaces hold 0xFF bytes, as on the VM.
+    """`program`, loaded, on `tensors` of the current device. Workspaces hold noise, as on the VM.
 
     Raises DeviceError if the assembler or the driver refuses.
     """
-    scratch = scratch_memory(program.scratch)
+    scratch = scratch_memory(program, tensors)
     addresses = {name: tensor.data_ptr() for name, tensor in {**tensors, **scratch}.items()}
     code = device_code(program.ptx, program.target)
     module = call("cuModuleLoadData", code, doing=f"loading {len(code)} bytes of code for {program.target}")
@@ -331,11 +332,19 @@ def bound_program(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iter
         driver().cuModuleUnload(module)
 
 
-def scratch_memory(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Workspaces of `sizes` bytes by name. Every byte is 0xFF, as on the VM: no kernel may rely on zeros."""
+def scratch_memory(program: Program | HostProgram, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The workspaces of `program` by name, filled with noise that differs by row (see megamoe.contract.poison)."""
     import torch
 
-    return {name: torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for name, size in sizes.items()}
+    heads = {name: tensor.detach().reshape(-1).view(torch.uint8)[:SAMPLE] for name, tensor in tensors.items()}
+    known = {name: (tensors[name].nbytes, head.cpu().numpy().tobytes()) for name, head in heads.items()}
+    made: dict[str, torch.Tensor] = {}
+    for name, seed in poison_seeds(program, known).items():
+        noise = torch.Generator("cuda").manual_seed(seed)
+        made[name] = torch.randint(
+            256, (program.scratch[name],), generator=noise, dtype=torch.uint8, device=noise.device
+        )
+    return made
 
 
 def current_stream() -> int:

@@ -25,7 +25,8 @@ grade `portability`. Some of these reach only collectors, and a judged row count
   so and has waited only for an arrival of other lanes, or a lane that relies on what only other lanes of its warp have
   awaited or acquired: an mbarrier, a flag, the end of their own copies (`lanes_unordered`);
 - a bulk copy over what threads have read with no fence.proxy.async in between (`smem_unfenced_overwrites`);
-- as a note, operands for which the ISA has no result (`remainders_by_zero`, `bit_fields_beyond_255`).
+- a position or length beyond 255 of a 64-bit bit field (`bit_fields_beyond_255`);
+- as a note, a remainder by zero (`remainders_by_zero`): correct kernels of others compute some that they do not use.
 The gate fails where one of these counts grows.
 
 Undefined values (registers, shared, tensor, local, output and workspace memory that nobody wrote) travel with their
@@ -53,13 +54,16 @@ It does NOT notice, and why:
   known to the lanes of its warp that meet later. A lane that waits behind others counts as knowing what they know.
   Strong accesses are never checked by lane, as they race with nothing here, nor are operands of the tensor core,
   whichever lane issues it, and sources in global memory of another lane's cp.async.
-- In global memory: a race with any but the last reader of a byte (a mark holds one), a missing fence.proxy.async before
-  a bulk reduction, and a tensor map that is read while it is changed (maps carry no proxy state).
+- In global memory: a race with any but the last reader of a byte (a mark holds one), a load with .nc of what the launch
+  writes where another load reads the byte later, and a tensor map that is read while it is changed (maps carry no proxy
+  state).
 - In a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA
   guide, launches of another stream, and an overwrite of what an earlier launch only read by strong loads.
 - That a CTA ends before its peer has ever accessed its mbarrier: this is found only at the access.
 - Two CTAs of one SM that contend for tensor memory: each CTA has a tensor memory of its own, since nothing places CTAs
   on SMs here.
+- Warps that spin for ever and in doing so change global memory, or shared memory by atomics and strong stores: the step
+  budget ends them, not `deadlock`.
 - Accesses that are too early but happen to be ordered by every schedule tried: it tests schedules, it proves nothing.
 - Anything about time, caches, or register pressure beyond the pool that setmaxnreg moves.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -33,6 +32,7 @@ from megamoe.contract import (
     UnsupportedError,
 )
 from megamoe.contract.cache import user_cache
+from megamoe.contract.poison import SAMPLE, poison_seeds
 
 MAX_WORKSPACES = 4 << 30
 """Limit on the bytes of all workspaces of a program: more than any layer needs that a CPU runs in a minute."""
@@ -96,6 +96,7 @@ def _run_launches(
     program: Program, machine: Machine, tensors: Mapping[str, torch.Tensor], outputs: tuple[str, ...] | None
 ) -> None:
     addresses: dict[str, int] = {}
+    seeds = _seeds(program, tensors)
     for name, tensor in tensors.items():
         writable = outputs is None or name in outputs
         buffer = machine.memory.add(name, _bytes_of(name, tensor), writable=writable)
@@ -104,7 +105,7 @@ def _run_launches(
             buffer.forget(scratch=False)
     for name, size in program.scratch.items():
         buffer = machine.memory.add(name, np.zeros(size, np.uint8))
-        _poison(buffer, program.ptx)
+        _poison(buffer, seeds[name])
         addresses[name] = buffer.base
     module = load(program.ptx, PARSED, ring=machine.ring)
     for launches in (program.prepare, program.launches):
@@ -124,13 +125,13 @@ def _check_workspaces(sizes: Mapping[str, int]) -> None:
         raise LaunchError(f"the program's workspaces have {sum(sizes.values())} bytes; at most {MAX_WORKSPACES} do")
 
 
-def _poison(buffer: Buffer, program: str) -> None:
-    """Fill a workspace with noise that differs by program and workspace, and mark it unwritten.
+def _seeds(program: Program | HostProgram, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    bytes_of = {name: _bytes_of(name, tensor) for name, tensor in tensors.items()}
+    return poison_seeds(program, {name: (data.size, data[:SAMPLE].tobytes()) for name, data in bytes_of.items()})
 
-    The noise is not a value that a kernel may take for an empty slot (0, -1), so a dropped initialisation has an
-    effect.
-    """
-    seed = zlib.crc32(f"{buffer.name} of {program}".encode())
+
+def _poison(buffer: Buffer, seed: int) -> None:
+    """Fill a workspace with noise (see megamoe.contract.poison), and mark it unwritten."""
     buffer.data[:] = np.random.default_rng(seed).integers(0, 256, buffer.data.size, np.uint8)
     buffer.forget(scratch=True)
 
@@ -141,7 +142,7 @@ def _call_host(
     # Imported here because only host programs need LLVM, which loads slowly.
     from backends.vm.host.program import run_host_program
 
-    buffers = map_tensors(machine, tensors, program.scratch, outputs)
+    buffers = map_tensors(machine, tensors, _seeds(program, tensors), program.scratch, outputs)
     if program.prepare:
         run_host_program(replace(program, args=program.prepare), machine, buffers, PARSED)
         machine.counters.clear()  # as for a Program
@@ -151,19 +152,20 @@ def _call_host(
 def map_tensors(
     machine: Machine,
     tensors: Mapping[str, torch.Tensor],
+    seeds: Mapping[str, int],
     scratch: Mapping[str, int],
     outputs: tuple[str, ...] | None = None,
 ) -> dict[str, Buffer]:
     """Map contiguous CPU tensors and workspaces (bytes by name) for host programs on `machine`.
 
-    `outputs`: the tensors that may be written (None: all).
+    `seeds`: by workspace, for its noise. `outputs`: the tensors that may be written (None: all).
     """
     from backends.vm.host.program import map_in_place
 
     bytes_of = {name: _bytes_of(name, tensor) for name, tensor in tensors.items()}
     buffers = map_in_place(machine, bytes_of, scratch, outputs)
     for name in scratch:
-        _poison(buffers[name], ",".join(f"{tensor} {data.size}" for tensor, data in bytes_of.items()))
+        _poison(buffers[name], seeds[name])
     for name in outputs or ():
         buffers[name].forget(scratch=False)
     return buffers

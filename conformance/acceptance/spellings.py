@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -55,6 +55,7 @@ FRAME = "\n".join(
 """Head of the entry around a question: at least three of its lines, then the instruction."""
 
 
+@cache
 def _written(operand: str) -> str:
     spread = re.sub(r"\{(\w+)\*(\d+)\}", lambda m: "{" + ", ".join([m[1]] * int(m[2])) + "}", operand)
     return re.sub(r"(?<![\w:.%])([chrlqp])(?!\w)", r"%\1", spread)
@@ -163,8 +164,8 @@ def questions_of(parts: tuple[str, ...]) -> list[Question]:
 
 def _operands(parts: tuple[str, ...]) -> list[str]:
     opcode = ".".join(parts)
-    for pattern, operands in _PATTERNS:
-        if re.match(pattern, opcode):
+    for matches, operands in _patterns():
+        if matches(opcode):
             return [operands] if isinstance(operands, str) else list(operands)
     special = _BY_OPCODE.get(parts[0]) or _BY_OPCODE.get(".".join(parts[:2]))
     if special is not None:
@@ -176,6 +177,11 @@ def _operands(parts: tuple[str, ...]) -> list[str]:
     letters = {"%q": "p", "%q2": "p", "%q3": "p", "%d": _kind(destination)}
     letters.update(zip(("%a", "%b", "%c", "%e"), map(_kind, sources), strict=False))
     return ["; ".join("|".join(letters.get(x, x) for x in one.split("|")) for one in arguments.split(", "))]
+
+
+@cache
+def _patterns() -> list[tuple[Callable[[str], object], str | tuple[str, ...]]]:
+    return [(re.compile(pattern).match, operands) for pattern, operands in _PATTERNS]
 
 
 def _kind(kind: str) -> str:
@@ -461,6 +467,7 @@ _PATTERNS: tuple[tuple[str, str | tuple[str, ...]], ...] = (
 _BY_OPCODE["cp.async"] = _BY_OPCODE["cp.reduce"] = _tensor
 
 
-def questions() -> list[Question]:
+@cache
+def questions() -> tuple[Question, ...]:
     """Every question, in the order of the spellings."""
-    return [one for parts in spellings() for one in questions_of(parts)]
+    return tuple(one for parts in spellings() for one in questions_of(parts))

@@ -123,7 +123,7 @@ def _scale(tensors: Tensors) -> None:
 
 
 def _dawdle(tensors: Tensors) -> None:
-    time.sleep(1.5)
+    time.sleep(1.0)
 
 
 BEHAVIOURS: dict[str, Callable[[Tensors], None]] = {

@@ -197,8 +197,8 @@ class Kernel:
         return 32 if self.fault == "tile_by_batch" and self.case.int("batch") > 1 else self.style.tile
 
     def outputs(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        q, k = inputs["q"].float(), inputs["k"].float()
-        v = k if self.case["kv"] == "latent" else inputs["v"].float()
+        q, k = inputs["q"].double(), inputs["k"].double()
+        v = k if self.case["kv"] == "latent" else inputs["v"].double()
         sinks = self.sinks(inputs)
         o, lse = torch.empty(q.shape), torch.empty(q.shape[:-1])
         for b in range(len(q)):
@@ -289,7 +289,7 @@ class Kernel:
             starts = [starts[i] for i in torch.randperm(len(starts), generator=self.random).tolist()]
         o, lse = self.softmax([(s[:, i : i + self.key_tile], v[i : i + self.key_tile]) for i in starts], sinks)
         if self.fault == "blind_row_average":
-            o = torch.where(lse[:, None] == -math.inf, v[: self.case.int("s_k")].mean(dim=0), o)
+            o = torch.where(lse[:, None] == -math.inf, v[: self.case.int("s_k")].mean(dim=0).float(), o)
         return o, lse
 
     def logits(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -348,13 +348,13 @@ class Kernel:
     def matmul(
         self, a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None = None, *, bf16: bool = False
     ) -> torch.Tensor:
-        """fp32 start + a @ b; if the style says so, in steps of K = 16, each truncated to fp32."""
+        """fp32 start + a @ b, of a float64 b; if the style says so, in steps of K = 16, each truncated to fp32."""
         acc = torch.zeros(a.shape[0], b.shape[1]) if start is None else start
         if not (self.style.truncate or bf16):
             # In fp32, torch's sum of a row depends on the number of rows.
-            return (acc.double() + a.double() @ b.double()).float()
+            return (acc.double() + a.double() @ b).float()
         for k in range(0, a.shape[1], 16):
-            exact = acc.double() + a[:, k : k + 16].double() @ b[k : k + 16].double()
+            exact = acc.double() + a[:, k : k + 16].double() @ b[k : k + 16]
             acc = exact.bfloat16().float() if bf16 else _truncated(exact)
         return acc
 

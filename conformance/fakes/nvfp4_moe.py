@@ -154,12 +154,12 @@ class Kernel:
     def groups(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
         """Yields each expert with its first row and its routes (token, choice), in order."""
         first, experts = 0, self.case.int("num_experts")
-        ids = self.tensors["topk_ids"].tolist()
+        routes_of: dict[int, list[tuple[int, int]]] = {expert: [] for expert in range(-1, experts)}
+        for t, row in enumerate(self.tensors["topk_ids"].tolist()):
+            for k, expert in enumerate(row):
+                routes_of[self.named(expert, experts)].append((t, k))
         for expert in range(experts):
-            routes = [
-                (t, k) for t, row in enumerate(ids) for k, e in enumerate(row) if self.named(e, experts) == expert
-            ]
-            if routes:
+            if routes := routes_of[expert]:
                 yield expert, first, routes
             first += -(-len(routes) // TILE) * TILE
 
@@ -168,46 +168,50 @@ class Kernel:
 
     # Operands.
 
-    def operand(self, name: str, codes: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, K] without global scales, from codes [rows, K / 2] and atoms [row atoms, K atoms, 512]."""
-        low, high = decode_e2m1(codes & 15), decode_e2m1(codes >> 4)
+    def operand(self, name: str, codes: torch.Tensor, sf: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """float64 [rows, K] without global scales, from codes [rows, K / 2] and atoms [row atoms, K atoms, 512].
+
+        `first`: which row of the atoms is row 0 of the codes.
+        """
+        nibbles = (codes & 15, codes >> 4)
         if self.fault == "nibbles_swapped" and name == "w2":
-            low, high = high, low
-        values = torch.stack((low, high), dim=-1).flatten(1)
-        row = torch.arange(len(codes))[:, None]
-        block = torch.arange(values.shape[1] // 16)[None, :]
+            nibbles = nibbles[::-1]
+        values = decode_e2m1(torch.stack(nibbles, dim=-1).view(len(codes), -1, 16), torch.float64)
+        row = torch.arange(first, first + len(codes))[:, None]
+        block = torch.arange(values.shape[1])[None, :]
         if self.fault == "neighbour_scale" and name == "x":
             block = (block + 1) % block.shape[1]
         inside = row % 32 * 16 + row // 32 % 4 * 4 + block % 4
         if self.fault == "swizzle_ignored" and name == "w1":
             inside = row % TILE * 4 + block % 4
-        return values * decode_e4m3(sf[row // TILE, block // 4, inside]).repeat_interleave(16, dim=1)
+        at = (row // TILE * sf.shape[1] + block // 4) * 512 + inside
+        return values.mul_(decode_e4m3(sf.take(at), torch.float64)[..., None]).flatten(1)
 
     @property
     def bf16(self) -> bool:
         return self.case["activations"] == "bf16"
 
     def plain(self, values: torch.Tensor) -> torch.Tensor:
-        """bf16 activations as float32 [rows, K]."""
+        """bf16 activations as float64 [rows, K]."""
         if self.fault == "activations_in_f16":
-            return values.clamp(-65504, 65504).half().float()
+            return values.clamp(-65504, 65504).half().double()
         if self.fault == "activations_quantised":
             gs = global_scale(values, per=1)
-            return dequantise(*quantise(values, gs), gs)
-        return values.float()
+            return dequantise(*quantise(values, gs), gs).double()
+        return values.double()
 
     def weights(self, held: Mapping[str, torch.Tensor], name: str, expert: int) -> torch.Tensor:
         return self.operand(name, held[f"{name}_codes"][expert], held[f"{name}_sf"][expert])
 
     def gemm(self, a: torch.Tensor, b: torch.Tensor, k: int | None = None) -> torch.Tensor:
-        """fp32 [m, n] of a [m, K] and b [n, K], in steps along K."""
+        """fp32 [m, n] of a [m, K] and b [n, K] in float64, in steps along K."""
         a, b = a[:, :k], b[:, :k]
         total = torch.zeros(len(a), len(b))
         starts = list(range(0, a.shape[1], self.style.k_per_step))
         for start in reversed(starts) if self.style.backwards else starts:
             step = slice(start, start + self.style.k_per_step)
             # In fp32, torch's sum of a row depends on the number of rows.
-            exact = total.double() + a[:, step].double() @ b[:, step].double().mT
+            exact = total.double() + a[:, step] @ b[:, step].mT
             total = exact.float()
             if self.style.truncate:
                 total = torch.where(total.double().abs() > exact.abs(), total.nextafter(torch.zeros(())), total)
@@ -264,7 +268,8 @@ class Kernel:
             return torch.ones(len(routes), 1)
         routed = self.case.int("topk") - self.case.int("shared")
         first = {"weight_of_first_choice": 0, "shared_weighted": routed}.get(self.fault, self.case.int("topk"))
-        weight = torch.stack([held["topk_weights"][t, 0 if k >= first else k] for t, k in routes])[:, None]
+        tokens, choices = zip(*[(t, 0 if k >= first else k) for t, k in routes], strict=True)
+        weight = held["topk_weights"][list(tokens), list(choices)][:, None]
         return weight.clamp(min=1e-2) if self.fault == "zero_weight_adds" else weight
 
     def requantise(self, held: Mapping[str, torch.Tensor], here: slice, h: torch.Tensor, expert: int) -> None:
@@ -302,16 +307,16 @@ class Kernel:
     def l2(self, held: dict[str, torch.Tensor], dtype: str) -> None:
         if dtype == "bfloat16" and "rows" not in self.tensors:
             held["rows"] = held["rows"].bfloat16()
-        if self.bf16:
-            a = self.plain(held["a2"].nan_to_num())
-        else:
-            a = self.operand("a2", held["a2_codes"], held["a2_sf"].where(held["a2_sf"] < 0x7F, 0))
-        cut = a.shape[1] - 64 if self.fault == "k_block_dropped_l2" else None
+        cut = self.case.int("intermediate") - 64 if self.fault == "k_block_dropped_l2" else None
         for expert, first, routes in self.groups():
             here = slice(first, first + len(routes))
             w2_gs = self.gs(held["w2_gs"], 0 if self.fault == "global_scale_of_first_expert" else expert)
             scale = w2_gs if self.bf16 else held["a2_gs"][expert] * w2_gs
-            rows = self.gemm(a[here], self.weights(held, "w2", expert), cut) * scale
+            if self.bf16:
+                a = self.plain(held["a2"][here])
+            else:
+                a = self.operand("a2", held["a2_codes"][here], held["a2_sf"], first)
+            rows = self.gemm(a, self.weights(held, "w2", expert), cut) * scale
             if self.fault == "tile_position_matters":
                 rows[1::2] *= 1.01
             if self.fault == "expert_number_matters" and expert == 1:

@@ -220,6 +220,19 @@ END: ret;"""
 LANES_MEET, WGMMA_FENCE = "bar.warp.sync 0xffffffff;", "wgmma.fence.sync.aligned;"
 SIGNAL = COMMIT.replace("[mbar]", "[other]")
 UNFENCED_INIT = init("mbar", "other").replace("fence.mbarrier_init.release.cluster;\n", "")
+
+
+def constant_load(of: str) -> Kernel:
+    """Each lane stores a word to `out`, and loads a constant word."""
+    body = f"""mul.wide.u32 %rd1, %tx, 4; add.u64 %rd2, %out, %rd1; add.u64 %rd3, {of}, %rd1;
+    st.global.u32 [%rd2], %tx; ld.global.nc.u32 %r1, [%rd3]; ret;"""
+    return Kernel(body, {"x": np.zeros(32, np.uint32), "out": np.zeros(32, np.uint32)})
+
+
+def wide_field(position: int) -> Kernel:
+    return Kernel(f"mov.b32 %r1, {position}; cvt.u64.u32 %rd1, %tx; bfe.u64 %rd2, %rd1, %r1, 4; ret;")
+
+
 GRADED = {
     "exit-with-pending-store": (copy_kernel({"drain": ""}), copy_kernel()),
     "copy-missing-proxy-fence": (copied_to_smem(""), copied_to_smem(FENCE)),
@@ -234,6 +247,8 @@ GRADED = {
     "tmem-mma-unordered": (accumulated_over(SIGNAL), accumulated_over(f"{SIGNAL}\n{wait('other', 0)}\n{AFTER}")),
     "wgmma-fence-early": (multiplied(WGMMA_FENCE, ""), multiplied("", WGMMA_FENCE)),
     "lanes-unordered": (exchanged(""), exchanged(LANES_MEET)),
+    "constant-load-of-written": (constant_load("%out"), constant_load("%x")),
+    "wide-bit-field": (wide_field(256), wide_field(255)),
     "unspecified-result": (
         Kernel("mov.b32 %r1, 0; rem.u32 %r2, %tx, %r1; ret;"),
         Kernel("mov.b32 %r1, 3; rem.u32 %r2, %tx, %r1; ret;"),

@@ -171,6 +171,11 @@ _ELSEWHERE = re.compile(r"`(%w\d+_\d+)` holds \d+ bits where \w+ needs (\d+)|(\d
                         r"([\d or]+)|vector of \d+ where ([\d or]+) are needed")  # fmt: skip
 
 
+@cache
+def _learnt_rows() -> RegisterRows:
+    return RegisterRows.of({name: _TYPES[width] for name, width in LEARNT_WIDTHS.items()}, {})
+
+
 class Learner:
     """Learns the operands that a form takes from its refusals: how many, how wide, how long a vector."""
 
@@ -191,7 +196,7 @@ class Learner:
             one = Instruction(self.parts, operands, None, 1, ".".join(self.parts))
             try:
                 form, words = find(one)
-                form.bind(Binder(one, words, RegisterRows.of({n: _TYPES[w] for n, w in LEARNT_WIDTHS.items()}, {})))
+                form.bind(Binder(one, words, _learnt_rows()))
             except UnknownInstructionError as refusal:
                 self._follow(str(refusal))
             except Exception:

@@ -23,8 +23,9 @@ from megamoe.records.files import write_file
 from megamoe.records.lines import RecordError
 from megamoe.runner.limits import TimeIsUpError, memory_at_most, share_of_memory, time_at_most
 
-SCHEDULES = ("eager", "lazy", "random:0", "random:1")
-"""The schedules for a launch: work completes at once, as late as the waits allow, and in between."""
+SCHEDULES = ("eager", "lazy", "late_cta:0", "late_warp:0", "random:0")
+"""The schedules for a launch: work completes at once, as late as the waits allow, and in between; and a CTA of each
+cluster, or a warp of each CTA, comes late."""
 _KERNELS = (".ptx", ".cu")
 _DTYPES = {
     "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64",
@@ -38,7 +39,11 @@ Sources = Annotated[list[str], typer.Argument(metavar="KERNEL.ptx|KERNEL.cu|TEST
 Target = Annotated[str, typer.Option("--target", metavar="NAME", help="sm_90a or sm_100a.")]
 Schedule = Annotated[
     list[str] | None,
-    typer.Option("--schedule", metavar="NAME", help="eager, lazy, random:SEED.  [default: four; eager for tests]"),
+    typer.Option(
+        "--schedule",
+        metavar="NAME",
+        help="eager, lazy, late_cta:RANK, late_warp:INDEX, random:SEED.  [default: five; eager for tests]",
+    ),
 ]
 Entry = Annotated[
     str | None, typer.Option("--entry", metavar="NAME", help="Launch this kernel instead of only reading the file.")

@@ -84,7 +84,13 @@ Targets = Annotated[_Names, _names("--target", "NAME", "sm_90a or sm_100a.", "wh
 Executors = Annotated[_Names, _names("--executor", "NAME", "As for --backend.", DEFAULT_EXECUTOR, executor_names)]
 Schedules = Annotated[
     _Names,
-    _names("--schedule", "NAME", "eager, lazy, random:SEED, random:0-7.", "the profile's", lambda: ("eager", "lazy")),
+    _names(
+        "--schedule",
+        "NAME",
+        "eager, lazy, late_cta:RANK, late_warp:INDEX, random:SEED, random:0-7.",
+        "the profile's",
+        lambda: ("eager", "lazy"),
+    ),
 ]
 JOBS = os.cpu_count() or 1
 Specs = Annotated[Path | None, _names("--specs", "FOLDER", "Folder of the specs.", "specs of the checkout")]

@@ -36,7 +36,7 @@ UNKNOWN_EXIT = 255
 """The exit code that multiprocessing reports when the fork server has died. It says nothing about the row."""
 LARGE: Final = 1 << 25
 """Rows may share an input of at least this many elements: real weights are drawn once per layer."""
-_POLL_S = 0.5
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)

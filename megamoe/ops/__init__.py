@@ -137,5 +137,5 @@ def reference(op: str) -> Reference:
     if op not in referenced_ops():
         known = ", ".join(referenced_ops()) or "none"
         raise ValueError(f"there is no reference for op {op!r}; references exist for: {known}")
-    package = any(module.name == op and module.ispkg for module in iter_modules(__path__))
-    return cast(Reference, import_module(f"{__name__}.{op}.reference" if package else f"{__name__}.{op}"))
+    found = import_module(f"{__name__}.{op}")
+    return cast(Reference, import_module(f"{found.__name__}.reference") if hasattr(found, "__path__") else found)

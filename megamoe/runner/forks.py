@@ -24,7 +24,7 @@ from megamoe.contract.scratch import keep_temporary_files_together
 from megamoe.runner.process import PRELOADED, environment_of_servers, keep
 
 # Modules that most forks import first.
-_BEGUN_WITH: Final = ("pebble", "megamoe.judge.worker", "megamoe.runner.forks", "megamoe.runner.quiet_start")
+_BEGUN_WITH: Final = ("pebble", "megamoe.judge.worker", "megamoe.runner.forks")
 ONE_THREAD: Final = dict.fromkeys(
     ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
 )
@@ -34,7 +34,7 @@ ONE_THREAD: Final = dict.fromkeys(
 def server_of_forks() -> ForkServerContext:
     """This process's fork server, with torch loaded. Start its forks within `interrupts_held_back`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *_BEGUN_WITH])
+    context.set_forkserver_preload(["megamoe.runner.quiet_start", *PRELOADED, *_BEGUN_WITH])
     with interrupts_held_back(), _environment({**environment_of_servers(), **ONE_THREAD}):
         keep_temporary_files_together()
         forkserver.ensure_running()

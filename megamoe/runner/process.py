@@ -32,6 +32,7 @@ from megamoe.runner.child import (
     Start,
     adopt_orphans,
     become_runner,
+    collect_seldom,
     keep_only,
 )
 from megamoe.runner.wire import MAX_SENTENCE, Frame, Json, SilenceError, WireError, receive, send
@@ -124,6 +125,7 @@ def keep(control: socket.socket, preload: Sequence[str] = ()) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         adopt_orphans()
         keep_only([control.fileno()])
+        collect_seldom()
         for name in preload:
             __import__(name)
         _keep(control)

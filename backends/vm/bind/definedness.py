@@ -19,12 +19,10 @@ from functools import reduce
 from operator import and_, or_
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from backends.vm.bind.flow import Bound, FlowGraph
 from backends.vm.counting import count_nonzero
 from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Key, RegisterRows, Step
-from backends.vm.machine.undefined import Bits, all_bits, lanes_of, no_bits
+from backends.vm.machine.undefined import Bits, all_bits, lanes_of, no_bits, spread
 from backends.vm.memory.definedness import Mask, Origin
 from backends.vm.ptx.ast import Negated
 
@@ -72,7 +70,7 @@ _BY_PARTS = ("add", "sub", "mul", "fma", "neg", "abs", "min", "max", "ex2", "tan
 _UNSIGNED = {1: "pred", 16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Computing:
     """An instruction about to run on a warp with an undefined operand, as a rule sees it."""
 
@@ -133,8 +131,8 @@ def any_operand(seen: Computing) -> Sequence[Bits]:
     item, undefined = seen.item, seen.warp.undefined
     size = _PACKED.get(seen.parts[-1]) if seen.parts[0] in _BY_PARTS else None
     if size is not None and all(key[0] == item.defines[0][0] for key in item.uses if key[0] > 1):
-        lost = sum((undefined.bits(key).view(f"u{size}") != 0 for key in item.uses if key[0] > 1), np.False_)
-        whole = np.where(lost, np.iinfo(f"u{size}").max, 0).astype(f"u{size}")
+        lost = reduce(or_, [undefined.bits(key).view(f"u{size}") != 0 for key in item.uses if key[0] > 1])
+        whole = spread(lost, 8 * size)
         return [whole.view(no_bits(key[0]).dtype) for key in item.defines]
     found = [undefined[key].bits for key in item.uses if key in undefined]
     lanes = lanes_of(found[0])

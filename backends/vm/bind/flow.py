@@ -88,6 +88,11 @@ class Bound:
         return self.form.spelling.startswith(opcode)
 
 
+def touched_by(items: Sequence[Bound]) -> frozenset[Key]:
+    """The registers that instructions read or write."""
+    return frozenset[Key]().union(*[item.uses for item in items], *[item.defines for item in items])
+
+
 @dataclass(frozen=True, slots=True)
 class FlowGraph:
     """Instructions in program order. `blocks[b]` are the indices of block b, `successors[b]` the blocks after it."""

@@ -14,7 +14,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final, cast
 
 import numpy as np
@@ -22,7 +22,7 @@ from llvmlite import ir
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.definedness import PURE
-from backends.vm.bind.flow import Bound
+from backends.vm.bind.flow import Bound, touched_by
 from backends.vm.bind.forms import Bind, find
 from backends.vm.counting import address_of
 from backends.vm.faults import UnknownInstructionError
@@ -402,12 +402,12 @@ class _Run:
 
     def __init__(self, begin: int, items: Sequence[tuple[Bound, int]], steps: Sequence[Step]) -> None:
         self.count = len(items)
-        self.touches = frozenset[Key]().union(*(keys for item, _ in items for keys in (item.uses, item.defines)))
+        self.touches = touched_by([item for item, _ in items])
         words, places = list[int](), list[int]()
         for item, function in items:
             guard = (0, 0, 0) if item.guard is None else (1 + item.guard[1], *place_of((1, item.guard[0])))
             places.append(len(words))
-            taken = item.in_run.words() if item.in_run else [word for key in item.places for word in place_of(key)]
+            taken = item.in_run.words() if item.in_run else list(chain.from_iterable(map(place_of, item.places)))
             words += [function, *guard, len(taken), *taken]
         self._program = np.array(words, np.int64)
         base: int = address_of(self._program)
@@ -418,8 +418,10 @@ class _Run:
         self._accesses = [item for item, _ in items] if any(item.in_run for item, _ in items) else None
 
     def step(self, warp: Warp) -> None:
-        """Run all of it."""
+        """Run all of it, and pass over the places of its other steps."""
         self.part(warp, 0, self.count)
+        if self.count > 1:
+            warp.at_step(self._begin + self.count - 1)
 
     def part(self, warp: Warp, first: int, count: int) -> None:
         """Run `count` of its instructions, from number `first`. What data-flow analysis has put before number 0 runs

@@ -33,7 +33,7 @@ def _arrive(warp: Warp, number: int, count: int | None, *, aligned: bool) -> Nam
     barrier.expected = count
     # A count is in whole warps: a warp with exited lanes still counts as 32 threads (PTX ISA 9.7.13.1). Without a
     # count, threads are counted.
-    barrier.arrived += 32 if count is not None and warp.full else int(warp.mask.sum())
+    barrier.arrived += 32 if count is not None and warp.full else int(count_nonzero(warp.mask))
     barrier.arriving.join(warp.clock)
     warp.next_epoch()
     warp.cta.machine.engine.repeat()
@@ -184,7 +184,7 @@ def cluster_arrive(b: Binder) -> Step:
         cluster.arriving.join(warp.released if relaxed else warp.clock)
         np.maximum(cluster.meeting, np.maximum(warp.clock.seen, warp.met), out=cluster.meeting)
         warp.next_epoch()
-        warp.cta.machine.engine.events += 1
+        warp.cta.machine.engine.repeat()
         cluster.complete_phase()
 
     return step

@@ -367,6 +367,8 @@ def linear_load(b: Binder) -> Step:
                 signalled = _barrier_for(warp, cta, signal(warp, lane), multicast=multicast, pair=False)
                 read = _linear_reader(warp, start, bytes_, signalled, local=local)
                 serial = _begin_load(warp, cta, plan, signalled, read, line, text, combine)
+                if local and cta is not warp.cta:
+                    warp.cta.visit(signalled.copy_agent, serial, line, own=True)
                 if not local:
                     origin_plan = _linear_plan(start, bytes_)
                     _note_read(warp, origin_plan, stamp(signalled.copy_agent, serial), lane)

@@ -152,15 +152,16 @@ def mad_wide(b: Binder) -> Step:
 def _counted(step: Step, counter: str, outside: Callable[[Warp], Mask]) -> Step:
     """`step` that also counts instructions with an active lane whose operands have no result in the ISA.
 
-    Results here follow the ISA's pseudo-code or an H200; another GPU may differ. The report is only a note, because
-    compilers compute such values in lanes that do not use them.
+    Results here follow the ISA's pseudo-code or an H200; another GPU may differ. For a remainder the report is only a
+    note, because compilers compute some in lanes that do not use them.
     """
+    rule = "wide-bit-field" if counter == _WIDE_FIELDS else "unspecified-result"
 
     def run(warp: Warp) -> object:
         found = outside(warp) & warp.mask
         if count_nonzero(found):
             warp.cta.machine.counters[counter] += 1
-            report(Fault("unspecified-result", f"this counts among {counter.replace('_', ' ')}, for which the ISA "
+            report(Fault(rule, f"this counts among {counter.replace('_', ' ')}, for which the ISA "
                          "gives no result", lane=int(found.argmax())))  # fmt: skip
         return step(warp)
 

@@ -12,7 +12,7 @@ from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine.access import active, resolve, visit
-from backends.vm.machine.code import NEXT, Wait
+from backends.vm.machine.code import LANES, NEXT, Wait
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import Clock
@@ -33,7 +33,8 @@ def places(b: Binder, operand: Operand, *, remote: bool = False) -> Callable[[Wa
 
     def find(warp: Warp) -> Iterator[tuple[Where, list[int]]]:
         lanes = active(warp)
-        where, addresses = resolve(space, address(warp)[lanes])
+        every = address(warp)
+        where, addresses = resolve(space, every if lanes.size == LANES else every[lanes])
         named = dict.fromkeys(addresses.tolist())
         for value in named:
             cta = warp.cta
@@ -88,7 +89,7 @@ def transactions(b: Binder) -> Step:
     expects = b.instruction.parts[1] == "expect_tx"
 
     def step(warp: Warp) -> None:
-        warp.cta.machine.engine.events += 1
+        warp.cta.machine.engine.repeat()
         for (cta, offset), lanes in find(warp):
             barrier = cta.mbarrier(offset, warp.clock)
             total = int(warp.u32[row][lanes].sum())
@@ -124,7 +125,7 @@ def arrive(b: Binder) -> Step:
     token = b.destination(d, "u64") if d is not None and not isinstance(d, Sink) else None
 
     def step(warp: Warp) -> None:
-        warp.cta.machine.engine.events += 1
+        warp.cta.machine.engine.repeat()
         for (cta, offset), lanes in find(warp):
             barrier = cta.mbarrier(offset, warp.clock)
             if token is not None:
@@ -188,12 +189,15 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
         for (cta, offset), lanes in find(warp):
             barrier = cta.mbarrier(offset, warp.clock)
             told = values[lanes].tolist()
-            for parity in dict.fromkeys(told):
+            parities = dict.fromkeys(told)
+            for parity in parities:
                 asked.append((barrier, int(parity) & 1))
                 passed = barrier.passed(int(parity) & 1)
-                if passed and not met:
-                    before, met = warp.acquiring(), True
-                answers[[lane for lane, one in zip(lanes, told, strict=True) if one == parity]] = passed
+                if passed:
+                    if not met:
+                        before, met = warp.acquiring(), True
+                    alike = len(parities) == 1
+                    answers[lanes if alike else [i for i, one in zip(lanes, told, strict=True) if one == parity]] = True
                 if passed and (relaxed or narrow):
                     barrier.completed.over(warp.met)
                 if passed and relaxed:
@@ -234,8 +238,12 @@ def try_wait(b: Binder) -> Step:
             return NEXT
         warp.cta.machine.counters["mbarrier_stalls"] += 1
         (first, phase), *others = asked
+
+        def any_passed() -> bool:
+            return first.passed(phase) or any(barrier.passed(parity) for barrier, parity in others)
+
         return Wait(
-            ready=lambda: first.passed(phase) or any(barrier.passed(parity) for barrier, parity in others),
+            ready=any_passed if others else lambda: first.passed(phase),
             reason=lambda: " or ".join(
                 f"the phase of parity {parity} of mbarrier {barrier.offset:#x} ({barrier.state()})"
                 for barrier, parity in asked

@@ -379,7 +379,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
 
     def step(warp: Warp) -> None:
         lanes = access.active(warp)
-        places, first, which = np.unique(address(warp)[lanes] + offset, return_index=True, return_inverse=True)
+        places, first, which = _distinct(address(warp)[lanes] + offset)
         change = _single_sum(flush=access.resolve(space, places)[0] == "global") if single else update
         meetings = warp.meetings
         access.synchronise(warp, space, places, sem, scope, acquire=True, release=False)
@@ -388,14 +388,14 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         held = element.numbers(found if element.kind == "b128" else found[:, 0])
         returned: list[int | float] = []
         values = [element.numbers(getattr(warp, view)[row][lanes]) for row in rows]
-        for position, place in enumerate(which.tolist()):
+        for position, place in enumerate(which):
             operands = [column[position] for column in values]
             returned.append(held[place])
             new: int | float = change(held[place], *operands, *[None] * (2 - len(operands)))
             held[place] = element.wrapped(new)
         stored = np.ascontiguousarray(element.words(held).reshape(len(held), -1)).view(np.uint8)
         access.store(warp, space, places, stored, line, strong=True, lanes=lanes[first])
-        if np.array_equal(stored, found.view(np.uint8).reshape(stored.shape)):
+        if stored.tobytes() == found.tobytes():
             # A failed cas is no progress: lanes that retry a lock count as spinning.
             warp.cta.machine.engine.events -= 1
         access.synchronise(warp, space, places, sem, scope, acquire=False, release=True, meetings=meetings)
@@ -412,6 +412,17 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
     return step
 
 
+def _distinct(
+    addresses: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp] | slice, Sequence[int]]:
+    """The distinct addresses in order, for each the first lane that has it, and for each lane the number of its
+    address."""
+    if addresses.size == 1:
+        return addresses, slice(None), (0,)
+    places, first, which = np.unique(addresses, return_index=True, return_inverse=True)
+    return places, first, which.tolist()
+
+
 def _defined(
     warp: Warp, space: str, addresses: npt.NDArray[np.int64], size: int, *, strong: bool, lanes: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint8], None]:
@@ -423,8 +434,8 @@ def _wrapped(value: int | float, dtype: np.dtype[np.generic]) -> int | float:
     if dtype.kind == "f":
         return float(dtype.type(value))
     bits = 8 * dtype.itemsize
-    whole = int(value) & (2**bits - 1)
-    return whole - 2**bits if dtype.kind == "i" and whole >> (bits - 1) else whole
+    whole = int(value) & ((1 << bits) - 1)
+    return whole - (1 << bits) if dtype.kind == "i" and whole >> (bits - 1) else whole
 
 
 @opcode("atom{.<sem>}{.<scope>}{.<space>}.<op>{.<hint>}.b128", section="9.7.13.5", counter="memory",

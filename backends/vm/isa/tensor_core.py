@@ -12,7 +12,6 @@ from backends.vm.bind.binder import AddressOf, Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
-from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.isa.mbarrier_ops import places
 from backends.vm.isa.ring_ops import check_multiplied
 from backends.vm.isa.tensor_operands import (
@@ -30,6 +29,7 @@ from backends.vm.isa.tensor_operands import (
     group_of,
     hidden_units,
     issuing_ctas,
+    places_of,
     same_group,
     smem_operand,
     sparsity_metadata,
@@ -52,7 +52,7 @@ from backends.vm.tensor.instruction_descriptor import (
     decode_instruction_descriptor,
     decode_zero_columns,
 )
-from backends.vm.tensor.matrix_descriptor import decode_matrix_descriptor, gather_units, unit_addresses
+from backends.vm.tensor.matrix_descriptor import gather_units
 from backends.vm.tensor.operand_types import packed_to_float32, scale_factors, to_float32
 from backends.vm.tensor.sparsity import Granularity, dense
 from backends.vm.tensor.tmem_layout import (
@@ -63,6 +63,7 @@ from backends.vm.tensor.tmem_layout import (
     load_split_scale_factors,
     scale_factors_hidden,
     split_address,
+    split_scale_address,
     store_copied_rows,
 )
 
@@ -386,14 +387,12 @@ def copy(b: Binder) -> Step:
         lane = elected_lane(warp, "tcgen05.cp")
         ctas = issuing_ctas(warp, group, "tcgen05.cp")
         to_lane, to_column = split_address(int(address(warp)[lane]) & 0xFFFFFFFF)
-        descriptor = decode_matrix_descriptor(int(warp.u64[row][lane]), "sm_100a")
-        units = unit_addresses(descriptor, layout.rows, 16 * layout.units, 8, "k", "sm_100a")
+        units, granules = places_of(int(warp.u64[row][lane]), layout.rows, 16 * layout.units, 8, "k", data_bytes)
         clock, mark, _ = tensor_issue(warp)
         columns = slice(to_column, to_column + 4 * layout.units)
         apart = np.arange(columns.start, columns.stop)[None, :]
         unordered = False
         for cta in ctas:
-            granules = granules_of(units.ravel(), data_bytes)
             whole = cta.smem.async_read(granules, clock, mark, "tcgen05.cp")
             for lanes in layout.lanes:
                 first, last = int(lanes[0]) + to_lane, int(lanes[-1]) + to_lane
@@ -507,7 +506,7 @@ def _check_scales(issue: Issue, taddr: int, rows: int, which: str) -> tuple[int,
 
     Returns their first column, and the origin of an undefined one if there is any.
     """
-    lane, column = split_address(taddr)
+    lane, column = split_scale_address(taddr)
     if lane:
         raise Fault("tmem-lane", f"the scale factors of {which} are given at lane {lane}; they begin at lane 0",
                     address=taddr)  # fmt: skip

@@ -23,9 +23,15 @@ from backends.vm.machine.undefined import BecameUndefined
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import pending_stamp
 from backends.vm.memory.shared import OFFSET_MASK
-from backends.vm.memory.tmem import COLUMNS, Index, Meeting, TensorMemory
+from backends.vm.memory.tmem import COLUMNS, LANES, Index, Meeting, TensorMemory
 from backends.vm.ptx.ast import Operand, Sink
-from backends.vm.tensor.tmem_layout import RegisterMap, load_registers, register_map, split_address, store_registers
+from backends.vm.tensor.tmem_layout import (
+    RegisterMap,
+    load_registers,
+    register_map,
+    split_address,
+    store_registers,
+)
 
 if TYPE_CHECKING:
     from backends.vm.machine.cta import Cta
@@ -207,6 +213,9 @@ def _place(warp: Warp, taddr: int, layout: RegisterMap, what: str) -> tuple[int,
     lane, column = split_address(taddr)
     own = 32 * (warp.index % 4)
     highest = lane + int(layout.lanes.max())
+    if lane >= LANES:
+        raise Fault("tmem-out-of-bounds", f"{what} of lanes {lane}..{highest} of a tensor memory of {LANES} x "
+                    f"{COLUMNS}", address=taddr)  # fmt: skip
     if lane < own or highest >= own + 32:
         report(Fault("tmem-lane-ignored", f"{what} of lanes {lane}..{highest} by warp {warp.index}, which reaches only "
                      f"lanes {own}..{own + 31} of tensor memory", address=taddr))  # fmt: skip
@@ -308,6 +317,7 @@ def store(b: Binder) -> Step:
         outcome = run(warp)
         if origin is not None:
             (lane, column), tmem = split_address(address(warp)), warp.cta.tmem
+            lane = 32 * (warp.index % 4) + lane % 32  # where `run` has stored
             bits = tmem.undefined_bits()
             store_registers(bits, lane, column, layout, np.array([warp.undefined.bits(key) for key in keys]))
             tmem.undefine(bits, origin.stored_at(line, warp.name))

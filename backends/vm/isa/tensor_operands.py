@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,7 @@ from backends.vm.memory.shared import SharedMemory
 from backends.vm.memory.tmem import LANES, Index, Words
 from backends.vm.tensor.instruction_descriptor import InstructionDescriptor, check_operand_swizzle
 from backends.vm.tensor.matrix_descriptor import (
+    Major,
     decode_matrix_descriptor,
     gather_units,
     operand_elements,
@@ -37,6 +40,7 @@ from backends.vm.tensor.sparsity import (
     known_codes,
     metadata_columns,
 )
+from backends.vm.tensor.swizzle import IntArray
 from backends.vm.tensor.tmem_layout import (
     CtaGroup,
     Patch,
@@ -49,6 +53,7 @@ from backends.vm.tensor.tmem_layout import (
 )
 
 Float32 = npt.NDArray[np.float32]
+_Element = TypeVar("_Element", bound=np.generic)
 Raw = npt.NDArray[np.unsignedinteger]
 Fetch = Callable[[], Raw]
 GROUPS = "cta_group::1 cta_group::2"
@@ -162,6 +167,19 @@ def hidden_units(smem: SharedMemory, units: npt.NDArray[np.int64]) -> npt.NDArra
     return gather_units(smem.defined.view(np.uint8), units) - np.uint8(1)
 
 
+@lru_cache(maxsize=256)
+def places_of(raw: int, rows: int, k: int, bits: int, major: Major, unit_bytes: int) -> tuple[IntArray, IntArray]:
+    """The addresses of the units that a matrix descriptor locates, and the granules of their first `unit_bytes`.
+
+    Cached, because loops reuse few descriptors.
+    """
+    units = unit_addresses(decode_matrix_descriptor(raw, "sm_100a"), rows, k, bits, major, "sm_100a")
+    granules = granules_of(units.ravel(), unit_bytes)
+    units.setflags(write=False)
+    granules.setflags(write=False)
+    return units, granules
+
+
 def smem_operand(issue: Issue, raw: int, rows: int, which: str) -> MatrixOperand:
     """Check an operand in shared memory with `rows` rows in each CTA. The result has raw elements [all rows, k].
 
@@ -173,13 +191,12 @@ def smem_operand(issue: Issue, raw: int, rows: int, which: str) -> MatrixOperand
     container = _CONTAINERS.get(d.a_type if which == "A" else d.b_type) if d.stored_bits == 8 else None
     descriptor = decode_matrix_descriptor(raw, "sm_100a")
     check_operand_swizzle(d, "a" if which == "A" else "b", descriptor.swizzle)
-    major = "mn" if (d.transpose_a if which == "A" else d.transpose_b) else "k"
+    major: Major = "mn" if (d.transpose_a if which == "A" else d.transpose_b) else "k"
     k = d.stored_k if which == "A" else d.k
     if major == "k" and 0 < descriptor.swizzle.span < k * d.stored_bits // 8:
         raise Fault("matrix-descriptor", f"operand {which} has rows of {k * d.stored_bits // 8} bytes, more than its "
                     f"swizzle {descriptor.swizzle.value} spans (PTX ISA 9.7.16.10.6)")  # fmt: skip
-    units = unit_addresses(descriptor, rows, k, d.stored_bits, major, "sm_100a")
-    granules = granules_of(units.ravel(), container[1] if container else 16)
+    units, granules = places_of(raw, rows, k, d.stored_bits, major, container[1] if container else 16)
     what = f"operand {which} of tcgen05.mma"
     whole = [cta.smem.async_read(granules, issue.clock, issue.reads, what) for cta in issue.ctas]
 
@@ -194,6 +211,11 @@ def smem_operand(issue: Issue, raw: int, rows: int, which: str) -> MatrixOperand
     lost = [(elements(hidden_units(cta.smem, units)) != 0).any(axis=1) for cta in issue.ctas]
     smem = next(cta.smem for cta, defined in zip(issue.ctas, whole, strict=True) if not defined)
     return MatrixOperand(fetch, Lost(np.concatenate(lost), smem.first_origin(granules, issue.line)))
+
+
+def _shares(matrix: npt.NDArray[_Element], count: int) -> list[npt.NDArray[_Element]]:
+    """The rows of each CTA."""
+    return [matrix] if count == 1 else np.split(matrix, count)
 
 
 def _stacked(parts: list[Raw]) -> Raw:
@@ -248,6 +270,9 @@ def sparsity_metadata(issue: Issue, taddr: int) -> tuple[Metadata, ...]:
     if d.sparsity_selector > 1:
         raise Fault("tmem-shape", f"which columns sparsity selector {d.sparsity_selector} takes is shown in a figure "
                     "only, and this machine does not know it; 0 and 1 are known (PTX ISA 9.7.16.10.8.4)")  # fmt: skip
+    if lane >= LANES:
+        raise Fault("tmem-out-of-bounds", f"the sparsity metadata of tcgen05.mma lies at lane {lane} of tensor memory, "
+                    f"which has {LANES}", address=taddr)  # fmt: skip
     column += d.sparsity_selector
     span = slice(column, column + metadata_columns(bits))
     found: list[Metadata] = []
@@ -341,7 +366,7 @@ class Accumulator:
         for one in (right, scales[1]):
             if one is not None:
                 lost |= one.rows[None, :]
-        for i, (cta, part) in enumerate(zip(self._ctas, np.split(lost, len(self._ctas)), strict=True)):
+        for i, (cta, part) in enumerate(zip(self._ctas, _shares(lost, len(self._ctas)), strict=True)):
             words = spread(part, 32)
             if self._hidden is not None:
                 words = words | load_matrix(self._hidden[i], self._lane, self._column, self._patches)
@@ -359,7 +384,7 @@ class Accumulator:
 
     def store(self, words: Words) -> None:
         """Write uint32 [m, n]. Disabled lanes keep their words."""
-        for cta, kept, part in zip(self._ctas, self._kept, np.split(words, len(self._ctas)), strict=True):
+        for cta, kept, part in zip(self._ctas, self._kept, _shares(words, len(self._ctas)), strict=True):
             before = cta.tmem.data[kept] if kept is not None else None
             store_matrix(cta.tmem.data, self._lane, self._column, self._patches, part)
             if before is not None:

@@ -162,12 +162,8 @@ def mma_async(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         warp.converged("wgmma.mma_async")
-        raw_b = uniform(warp.u64[descriptor_b][warp.mask], "the descriptor of B")
-        raws = (
-            (raw_b,)
-            if descriptor_a is None
-            else (uniform(warp.u64[descriptor_a][warp.mask], "the descriptor of A"), raw_b)
-        )
+        raw_b = _descriptor(warp, descriptor_b, "B")
+        raws = (raw_b,) if descriptor_a is None else (_descriptor(warp, descriptor_a, "A"), raw_b)
         group = warpgroup_of(warp)
         part, serial = group.issue(warp, line, raws)
         part.used |= touched
@@ -247,6 +243,11 @@ def _in_registers(lost: bytes, fragment: Fragment) -> tuple[Words, ...]:
     words = to_registers(spread(elements, fragment.element_bits), fragment)
     words.setflags(write=False)
     return tuple(words)
+
+
+def _descriptor(warp: Warp, row: int, which: str) -> int:
+    found = warp.u64[row]
+    return uniform(found if warp.where is True else found[warp.mask], f"the descriptor of {which}")
 
 
 def _sparse(stored: Fetch, metadata: Words, form: _Form) -> tuple[Fetch, accumulate.Mask]:

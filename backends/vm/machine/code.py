@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -37,8 +37,9 @@ class _Sentinel:
 
 
 NEXT: Final = None
-OFTEN, FACTOR = 8, 4
-"""A block first looks for runs after OFTEN executions, and again each time FACTOR times as many have passed."""
+OFTEN, FACTOR = 2, 4
+"""A block first looks for runs at execution OFTEN, and again each time FACTOR times as many have passed. Most kinds of
+instructions have machine code by then, from other functions. A block that runs once does not repay the search."""
 HANDLED: Final = _Sentinel()
 
 
@@ -95,7 +96,7 @@ class Block:
     """Steps in order, then `tail` (None: fall through). `classes` counts its instructions by counter name.
 
     `make_carriers` makes one carrier per instruction. It runs the instruction when a register that it touches may be
-    undefined.
+    undefined. `find_touched`: the registers that they touch.
 
     `quick` holds the steps for when every register is defined, with `runs` (by the index of their first step) in place.
     After `left` more executions the block calls `find_runs` again; the interval grows by FACTOR each time. A block
@@ -107,6 +108,7 @@ class Block:
     tail: Step | None = None
     classes: Counter[str] = field(default_factory=Counter[str])
     make_carriers: Callable[[], Sequence[Carrier]] = tuple
+    find_touched: Callable[[], frozenset[Key]] = frozenset
     find_runs: FindRuns | None = None
     runs: Mapping[int, QuickRun] = field(init=False, default_factory=dict[int, "QuickRun"])
     quick: list[Step] = field(init=False)
@@ -138,7 +140,7 @@ class Block:
     def touched(self) -> frozenset[Key]:
         """The registers that an instruction of the block reads or writes."""
         if self._touched is None:
-            self._touched = frozenset[Key]().union(*(one.touches for one in self.carriers))
+            self._touched = self.find_touched()
         return self._touched
 
 
@@ -146,7 +148,9 @@ class Block:
 class Code:
     """The blocks of a function. `unwritten`: the registers that some path reads before it has written them.
 
-    `at_start`: their undefined bits at the start of a warp, by its number of lanes. Filled on demand.
+    `at_start`: their undefined bits at the start of a warp, by its number of lanes. `own`: the rows of the special
+    registers that differ between warps, and their contents, by the warp's index and the block. Both are filled on
+    demand.
     """
 
     function: Function
@@ -154,6 +158,19 @@ class Code:
     rows: RegisterRows
     unwritten: Mapping[Key, Origin]
     at_start: dict[int, dict[Key, Undefined]] = field(default_factory=dict[int, "dict[Key, Undefined]"])
+    own: dict[tuple[int, object], tuple[RowIndex, Row]] = field(
+        default_factory=dict[tuple[int, object], "tuple[RowIndex, Row]"]
+    )
+    _classes: tuple[tuple[str, ...], npt.NDArray[np.int64]] | None = None
+
+    @property
+    def classes(self) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
+        """The counter names of its instructions, and how many each block has of each: [blocks, names]."""
+        if self._classes is None:
+            names = tuple(dict.fromkeys(name for block in self.blocks for name in block.classes))
+            counts = [[block.classes[name] for name in names] for block in self.blocks]
+            self._classes = names, np.array(counts, np.int64).reshape(len(self.blocks), len(names))
+        return self._classes
 
 
 @dataclass(slots=True)
@@ -245,6 +262,7 @@ def index_of(rows: Sequence[int]) -> RowIndex:
     return np.array(rows, np.intp)
 
 
+@cache
 def place_of(key: Key) -> tuple[int, int]:
     """Where machine code finds a row: the index of the bound it is counted from, and the offset in bytes."""
     width, row = key
@@ -367,19 +385,38 @@ class Blank:
             self.begins[width] = end, rows
             end += -(-rows * BYTES_OF_ROW[width] // _LINE) * _LINE
         self.content = np.zeros(end, np.uint8)
-        for width, storage in self.shown_in(self.content).items():
-            if found := literals.get(width):
+        self.bounds = self._bounds()
+        for width in literals:
+            storage = self.shown_in(self.content, width)
+            if found := literals[width]:
                 wide = [[[bits & (2**64 - 1), bits >> 64]] for bits in reversed(found)]
                 one_lane = np.array(wide, np.uint64) if width == 128 else np.array(found[::-1], STORAGE[width])[:, None]
                 storage[-len(found) :] = one_lane
 
-    def shown_in(self, content: npt.NDArray[np.uint8]) -> dict[int, Row]:
-        """The rows of each width in the bytes of a file: [rows, 32], for 128 bits [rows, 32, 2]."""
-        found: dict[int, Row] = {}
-        for width, (begin, rows) in self.begins.items():
-            part = content[begin : begin + rows * BYTES_OF_ROW[width]].view(STORAGE[width])
-            found[width] = part.reshape((rows, LANES, 2) if width == 128 else (rows, LANES))
-        return found
+    def _bounds(self) -> npt.NDArray[np.int64]:
+        """Where the rows of each width begin in the bytes of a file, then where they end."""
+        ends = [begin + rows * BYTES_OF_ROW[width] for width, (begin, rows) in self.begins.items()]
+        return np.array([*(begin for begin, _ in self.begins.values()), *ends], np.int64)
+
+    def shown_in(self, content: npt.NDArray[np.uint8], width: int) -> Row:
+        """The rows of a width in the bytes of a file: [rows, 32], for 128 bits [rows, 32, 2]."""
+        begin, rows = self.begins[width]
+        part = content[begin : begin + rows * BYTES_OF_ROW[width]].view(STORAGE[width])
+        return part.reshape((rows, LANES, 2) if width == 128 else (rows, LANES))
+
+
+class _Storage(dict[int, Row]):
+    """The rows of each width in the bytes of a file. Made lazily: machine code needs none."""
+
+    __slots__ = ("_blank", "_content")
+
+    def __init__(self, blank: Blank, content: npt.NDArray[np.uint8]) -> None:
+        super().__init__()
+        self._blank, self._content = blank, content
+
+    def __missing__(self, width: int) -> Row:
+        made = self[width] = self._blank.shown_in(self._content, width)
+        return made
 
 
 class RegisterFile:
@@ -394,14 +431,12 @@ class RegisterFile:
     def __init__(self, rows: RegisterRows) -> None:
         self.rows, self.blank = rows, rows.blank()
         self._counts = rows.counts
-        self._content = self.blank.content.copy()
-        self._storage = self.blank.shown_in(self._content)
+        self._content = np.empty_like(self.blank.content)
+        self._storage = _Storage(self.blank, self._content)
         self._views: dict[str, Shown] = {}
         self.bounds = np.zeros(2 * len(STORAGE) + 1 + len(WARP_WORDS), np.int64)
         self.told = memoryview(cast("Any", self.bounds))
-        for index, storage in enumerate(self._storage.values()):
-            begins = address_of(storage)
-            self.bounds[index], self.bounds[index + len(STORAGE)] = begins, begins + storage.nbytes
+        np.add(self.blank.bounds, address_of(self._content), out=self.bounds[: 2 * len(STORAGE)])
         self.scratch = np.zeros((SCRATCH_ROWS, LANES), np.uint32)
         self.bounds[2 * len(STORAGE)] = address_of(self.scratch)
         self.bounds_address = address_of(self.bounds)
@@ -414,7 +449,7 @@ class RegisterFile:
         """Write [rows, 32] or [rows, 1] to registers of `width` bits."""
         self._storage[width][rows] = content
 
-    @property
+    @cached_property
     def words(self) -> npt.NDArray[np.uint32]:
         """The registers of 32 bits and their literals, by row: [rows, 32]."""
         return cast("npt.NDArray[np.uint32]", self._storage[32])

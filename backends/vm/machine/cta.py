@@ -29,10 +29,14 @@ NAMED_BARRIERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """The last use of this CTA's memory by an agent of another CTA: the agent's epoch then, and the PTX line."""
+    """The last use of this CTA's memory by an agent of another CTA: the agent's epoch then, and the PTX line.
+
+    `own`: a copy from this CTA's memory that signals another CTA.
+    """
 
     epoch: int
     line: int
+    own: bool = False
 
 
 @dataclass(slots=True)
@@ -52,7 +56,7 @@ class NamedBarrier:
 
 
 class Cta:
-    """One CTA.
+    """One CTA. `alive`: its threads that have not ended.
 
     Its tensor core is several agents, from clock index `tensor_agent` on (see Agents), since only MMAs of the same
     accumulator and shape are ordered among themselves (PTX ISA 9.7.16.6.2). With more than ACCUMULATORS accumulators,
@@ -75,6 +79,7 @@ class Cta:
         self._accumulators: dict[tuple[int, ...], int] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.visits: dict[int, Visit] = {}
+        self.alive = shape.threads
         files = take_registers(code.rows, agents.warps_per_cta)
         self.warps = [
             Warp(code, self, index, min(LANES, shape.threads - LANES * index), file) for index, file in enumerate(files)
@@ -212,11 +217,11 @@ class Cta:
         """Whether all warps have ended."""
         return all(warp.done for warp in self.warps)
 
-    def visit(self, agent: int, epoch: int, line: int) -> None:
-        """Record that an agent of another CTA uses this CTA's memory, which must outlive that use."""
+    def visit(self, agent: int, epoch: int, line: int, *, own: bool = False) -> None:
+        """Record that an agent of another CTA uses this CTA's memory, which must outlive that use. `own`: as Visit."""
         known = self.visits.get(agent)
         if known is None or known.epoch <= epoch:
-            self.visits[agent] = Visit(epoch, line)
+            self.visits[agent] = Visit(epoch, line, own)
 
     def check_present(self, access: str) -> None:
         """Report an access to the memory of this CTA by another one if this CTA has ended."""
@@ -232,8 +237,8 @@ class Cta:
         known = np.maximum.reduce([np.maximum(warp.clock.seen, warp.met) for warp in self.warps])
         for agent, visit in self.visits.items():
             if known[agent] < visit.epoch:
-                who = self.cluster.agents.name(agent)
-                report(Fault("ended-cta", f"CTA rank {self.place.cta_rank} ends, but nothing orders that after {who} "
+                who, rule = self.cluster.agents.name(agent), "exit-with-pending-operation" if visit.own else "ended-cta"
+                report(Fault(rule, f"CTA rank {self.place.cta_rank} ends, but nothing orders that after {who} "
                              f"used its memory at PTX line {visit.line}: a barrier of the cluster, or a wait for what "
                              "it signals, is missing", other=OtherAccess(who, "used", visit.line)))  # fmt: skip
 
@@ -254,8 +259,7 @@ class Cta:
 
     def complete_barrier(self, barrier: NamedBarrier) -> None:
         """End the phase of a named barrier if everything that it waits for has arrived."""
-        alive = sum(count_nonzero(warp.alive) for warp in self.warps)
-        if barrier.arrived == (alive if barrier.expected is None else barrier.expected):
+        if barrier.arrived == (self.alive if barrier.expected is None else barrier.expected):
             barrier.arrived = 0
             barrier.generation += 1
             barrier.released.join(barrier.arriving)

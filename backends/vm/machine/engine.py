@@ -47,8 +47,8 @@ class Operation:
 class Engine:
     """Pending operations in order of issue. `events` counts everything that could let a warp move on.
 
-    `repeatable`: how many of these were arrivals at barriers of a CTA or weak stores to shared memory. `performing`:
-    the operation that is ending right now.
+    `repeatable`: how many of these were arrivals at barriers and mbarriers, or weak stores to shared memory.
+    `performing`: the operation that is ending right now.
     """
 
     defers: bool
@@ -58,7 +58,7 @@ class Engine:
     performing: Operation | None = None
 
     def repeat(self, count: int = 1) -> None:
-        """Count events that a spinning CTA may repeat for ever."""
+        """Count events that spinning warps may repeat for ever."""
         self.events += count
         self.repeatable += count
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from backends.vm.faults import Fault, Findings, LaunchError, collecting, report
+from backends.vm.faults import Fault, Findings, LaunchError, OtherAccess, collecting, report
 from backends.vm.machine.code import Block, BoundFunction, give_registers_back
 from backends.vm.machine.cta import Cluster
 from backends.vm.machine.engine import Engine
@@ -170,6 +170,7 @@ class Machine:
                 collecting(run.met if self.findings is None else run.found),
             ):
                 run.to_the_end()
+                self._check_constant_loads(function)
                 self.note_last(function)
                 if self.looks_after_each:
                     self.check_outcome()
@@ -177,6 +178,16 @@ class Machine:
             run.leave()
             # As in Cluster.part: an ended launch must not keep the machine alive.
             self.running = None
+
+    def _check_constant_loads(self, function: BoundFunction) -> None:
+        """Report loads with .nc of bytes that the launch that has just ended wrote, before or after."""
+        loads = {one.line: one.text for one in function.code.function.instructions if "nc" in one.parts}
+        for base, address, line, writer in self.races.written_and_last_read_by(list(loads)) if loads else ():
+            buffer = self.memory.holding(base)
+            name, offset = (buffer.name, address - base) if buffer is not None else ("global memory", address)
+            report(Fault("constant-load-of-written", f"byte {offset} of `{name}`, which the same launch writes at PTX "
+                         f"line {writer}, is loaded with .nc", kernel=function.name, line=line, text=loads[line],
+                         address=address, other=OtherAccess("the launch", "writes", writer)))  # fmt: skip
 
     def note_last(self, function: BoundFunction) -> None:
         """Move `function` to the end of the launched functions, even if it was launched before."""
@@ -459,6 +470,8 @@ class Run:
         return bool(over)
 
     def _check_nothing_pending(self, cluster: Cluster) -> None:
+        if not self.engine.pending:
+            return
         names = {warp.name for warp in cluster.warps}
         for operation in list(self.engine.pending):
             if operation.issuer in names and not operation.done:
@@ -468,16 +481,15 @@ class Run:
                 self.engine.settle(operation.kernel, operation.line)
 
     def _count(self, warps: list[Warp]) -> None:
-        counters, blocks = self.machine.counters, warps[0].code.blocks
-        times = np.sum([np.frombuffer(warp.executed, np.int64) for warp in warps], axis=0)
-        ran, found = np.flatnonzero(times), dict[str, int]()
-        for index, often in zip(ran.tolist(), times[ran].tolist(), strict=True):
-            block = blocks[index]
-            self.machine.blocks_run[id(block)] = block
-            for name, number in block.classes.items():
-                found[name] = found.get(name, 0) + number * often
-        for name, number in found.items():
-            counters[f"instructions_{name}"] += number
+        counters, code = self.machine.counters, warps[0].code
+        executed = b"".join([warp.executed for warp in warps])
+        times = np.frombuffer(executed, np.int64).reshape(len(warps), -1).sum(axis=0)
+        names, classes = code.classes
+        for name, number in zip(names, (times @ classes).tolist(), strict=True):
+            if number:
+                counters[f"instructions_{name}"] += number
+        ran = [code.blocks[index] for index in np.flatnonzero(times).tolist()]
+        self.machine.blocks_run.update(zip(map(id, ran), ran, strict=True))
 
     def advance(self, warp: Warp, quantum: int) -> int:
         """Let a warp run up to `quantum` blocks. Returns how many it ran."""

@@ -17,6 +17,8 @@ PATIENCE = 50
 operation end, or launches one more cluster if no operation is pending."""
 
 
+LONG_PATIENCE = 200
+"""The same for rounds in which warps may spin together."""
 LATE_PATIENCE = 3
 """Such rounds after which a late CTA or warp moves: the others may be spinning on it."""
 GIVE_UP = 1 / 16
@@ -45,12 +47,17 @@ class Schedule(Protocol):
 
 @dataclass(slots=True)
 class InOrder:
-    """Warps in turn. `eager` performs operations as they are issued, `lazy` only when no warp can move without that."""
+    """Warps in turn. `eager` performs operations as they are issued, `lazy` only when no warp can move without that.
+
+    `vain_rounds`: rounds in which warps have done only what they may repeat for ever (Engine.repeat) while operations
+    are pending: they may spin together until one ends.
+    """
 
     name: str
     defers: bool
     resident: int = 1
     quiet_rounds: int = 0
+    vain_rounds: int = 0
 
     def order(self, count: int) -> list[int]:
         """Ascending."""
@@ -62,13 +69,16 @@ class InOrder:
 
     def turn(self, run: Run) -> bool:
         """One round over all warps; then, if nothing moved or all spin, one operation."""
-        before = run.engine.events
+        before, repeated = run.engine.events, run.engine.repeatable
         moved = sum(run.advance(warp, LONG_TURN) for warp in run.warps)
         self.quiet_rounds = self.quiet_rounds + 1 if run.engine.events == before else 0
-        if moved and self.quiet_rounds < PATIENCE:
+        changed = run.engine.events - before != run.engine.repeatable - repeated
+        self.vain_rounds = 0 if changed or not run.engine.pending else self.vain_rounds + 1
+        if moved and self.quiet_rounds < PATIENCE and self.vain_rounds < LONG_PATIENCE:
             return True
         operation = run.engine.most_wanted(run.awaited())
         if operation is not None:
+            self.vain_rounds = 0
             run.engine.perform(operation)
         elif moved:
             run.admit_one_more()
@@ -81,7 +91,8 @@ class Late:
     """All but one CTA of each cluster, or all but one warp of each CTA, run as far as they can before that one moves.
 
     Operations end as they are issued. `which`: "cta" or "warp", chosen by its rank or index `number`, modulo their
-    count.
+    count. `vain_rounds`: rounds in which the others have done only what they may repeat for ever (Engine.repeat), since
+    they may spin together until the late one moves.
     """
 
     name: str
@@ -90,6 +101,7 @@ class Late:
     defers: bool = False
     resident: int = 1
     quiet_rounds: int = 0
+    vain_rounds: int = 0
 
     def order(self, count: int) -> list[int]:
         """Ascending."""
@@ -108,7 +120,7 @@ class Late:
 
     def turn(self, run: Run) -> bool:
         """One round over the warps that are not late. If none moves or all spin, one block of each late warp."""
-        before = run.engine.events
+        before, repeated = run.engine.events, run.engine.repeatable
         late: list[Warp] = []
         moved = 0
         for warp in run.warps:
@@ -117,7 +129,9 @@ class Late:
             else:
                 moved += run.advance(warp, LONG_TURN)
         self.quiet_rounds = self.quiet_rounds + 1 if run.engine.events == before else 0
-        if moved and self.quiet_rounds < LATE_PATIENCE:
+        changed = run.engine.events - before != run.engine.repeatable - repeated
+        self.vain_rounds = 0 if changed else self.vain_rounds + 1
+        if moved and self.quiet_rounds < LATE_PATIENCE and self.vain_rounds < PATIENCE:
             return True
         behind = sum(run.advance(warp, 1) for warp in late)
         if not behind and moved and self.quiet_rounds >= PATIENCE:

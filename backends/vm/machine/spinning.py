@@ -4,10 +4,12 @@ A warp that returns to the same place with the same registers, while no memory, 
 operation is pending, will do the same for ever. Registers that come from a clock are left out, since they never recur.
 A kernel that reads clocks may be waiting for a time, so it gets CLOCK_PATIENCE blocks.
 
-Warps of a CTA may spin together: one polls, stores the result to shared memory, and all read it behind a barrier. Then
-their joint state must recur, with shared memory and the barriers, while nothing else has changed. From there each
-warp's path is the same in every order of turns: barriers and weak accesses to shared memory do not show a warp in what
-order the others move, unless they race.
+Warps of a cluster may spin together: one polls, stores the result to shared memory, and all read it behind a barrier,
+or behind a wait for an mbarrier. Then their joint state must recur, with shared and tensor memory, the barriers and the
+mbarriers, while nothing else has changed. From there each warp's path is the same in every order of turns: barriers,
+waits and weak accesses to shared memory do not show a warp in what order the others move, unless they race.
+mbarrier.test_wait and pending_count do show it. A kernel with these is looked at only under schedules in which the same
+state leads to the same turns, which are all but the random ones.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ CLOCK_PATIENCE = 200_000
 """Blocks that a warp that reads clocks may run while nothing happens: a second or two."""
 DIVERGED_PATIENCE = 3 * FIRST_PATIENCE
 """The same for a warp with other lanes that could run, because they get a turn only after FIRST_PATIENCE blocks."""
+_TELLING = (("mbarrier", "test_wait"), ("mbarrier", "pending_count"))
+"""Instructions that tell a warp what others have done so far."""
 _POLLS = ("ld", "atom", "mbarrier")
 _CLOCKS = ("%clock", "%globaltimer")
 
@@ -68,7 +72,7 @@ class RoundWatch:
             return None
         self.turns += 1
         every = QUIET_TURNS * run.machine.schedule.turns_of(len(run.warps))
-        if self.turns % every or engine.pending or run.queue or engine.events == self.events:
+        if self.turns % every or engine.pending or run.queue or engine.events == self.events or _by_chance(run):
             return None
         self.events = engine.events
         living = [warp for warp in run.warps if not warp.done]
@@ -140,6 +144,12 @@ class SpinWatch:
         return recurs and sum(warp.executed) - known.first >= patience
 
 
+def _by_chance(run: Run) -> bool:
+    """Whether the schedule is random, and the kernel can tell in what order its warps move."""
+    random = run.machine.schedule.name.startswith("random")
+    return random and any(one.parts[:2] in _TELLING for one in run.function.code.function.instructions)
+
+
 def _looked_at(watched: dict[int, _Watched], warp: Warp) -> _Watched:
     """The record of `warp`, updated with the blocks it has run since the last look (none at the first look)."""
     known = watched.get(id(warp))
@@ -194,16 +204,23 @@ def _state(warp: Warp, without: frozenset[Key]) -> bytes:
 
 
 def _state_of_all(run: Run, warps: Sequence[Warp]) -> bytes:
-    """The joint state of `warps`, with the named barriers and the shared memory of their CTAs."""
+    """The joint state of `warps`, with the barriers, mbarriers, shared and tensor memory of their clusters."""
     digest = hashlib.blake2b(digest_size=16)
     for warp in warps:
         digest.update(_state(warp, _clock_registers(warp)) + bytes([warp.waiting() is None]))
+        digest.update(warp.cluster_arrived.tobytes() + warp.cluster_owed.tobytes())
+        ahead = warp.cluster_phase - warp.cta.cluster.generation
+        digest.update(np.where(warp.cluster_owed, ahead, 0).tobytes())
     for cluster in run.resident:
         for cta in cluster.ctas:
             digest.update(cta.smem.data.data)
             barriers = [(number, one.arrived, one.expected, one.votes, one.outcome) for number, one in
                         sorted(cta.named.items())]  # fmt: skip
-            digest.update(repr(barriers).encode())
+            mbarriers = [(one.offset, one.expected, one.pending, one.transactions, one.phase & 1) for one in
+                         cta.mbarriers.values()]  # fmt: skip
+            digest.update(repr((barriers, mbarriers)).encode())
+            if cta.used_tmem is not None:
+                digest.update(cta.used_tmem.data.data)
     return digest.digest()
 
 

@@ -47,20 +47,29 @@ class Carrier(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Undefined:
     """The undefined bits of a register, at least one of them set, in the shape and type of its storage; their origin.
 
-    Several registers may share one array of bits, so it is never modified.
+    Several registers may share one array of bits, so it is never modified. Nor is this: it is not frozen because that
+    makes it twice as slow to make.
     """
 
     bits: Bits
     origin: Origin
 
 
+_UNSIGNED: dict[int, type[np.unsignedinteger]] = {8: np.uint8, 16: np.uint16, 32: np.uint32}
+
+
 def no_bits(width: int) -> Bits:
-    """A row without undefined bits."""
+    """A new row without undefined bits."""
     return np.zeros((LANES, 2) if width == 128 else LANES, STORAGE[width])
+
+
+_NO_BITS = {width: no_bits(width) for width in STORAGE}
+for _row in _NO_BITS.values():
+    _row.setflags(write=False)
 
 
 def all_bits(width: int, lanes: Mask) -> Bits:
@@ -98,9 +107,9 @@ class UndefinedRegisters(dict[Key, Undefined]):
         return cls(found)
 
     def bits(self, key: Key) -> Bits:
-        """The undefined bits of a register."""
+        """The undefined bits of a register. Read-only."""
         found = self.get(key)
-        return no_bits(key[0]) if found is None else found.bits
+        return _NO_BITS[key[0]] if found is None else found.bits
 
     def shown(self, view: str, row: int) -> Bits:
         """The undefined bits of register `row` in the shape of `view`, as unsigned integers."""
@@ -197,5 +206,4 @@ def undefined_words(missing: Mask, dtype: np.dtype[_Element]) -> npt.NDArray[_El
 
 def spread(lost: Mask, element_bits: int) -> npt.NDArray[np.unsignedinteger]:
     """The undefined bits of elements of 8, 16 or 32 bits, each undefined as a whole where `lost`."""
-    dtype = np.dtype(f"u{element_bits // 8}")
-    return np.where(lost, dtype.type(np.iinfo(dtype).max), dtype.type(0))
+    return np.negative(lost.astype(_UNSIGNED[element_bits]))

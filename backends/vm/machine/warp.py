@@ -36,6 +36,7 @@ from backends.vm.machine.code import (
     Step,
     Wait,
     first_lanes,
+    index_of,
 )
 from backends.vm.machine.engine import CopyGroups
 from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters
@@ -309,9 +310,16 @@ class Warp:
 
     def fill_own(self) -> None:
         """Write the special registers that differ between the warps of a CTA. Called once, when the CTA is complete."""
-        for name, (_, row) in self.code.rows.specials.items():
-            if special.differs(name):
-                self.u32[row][:] = special.value(name, self)
+        key = self.index, self.cta.place.block
+        known = self.code.own.get(key)
+        if known is None:
+            found = {row: special.value(name, self) for name, (_, row) in self.code.rows.specials.items()
+                     if special.differs(name)}  # fmt: skip
+            rows = [np.broadcast_to(one, LANES) for one in found.values()]
+            known = index_of(list(found)), np.array(rows, np.uint32).reshape(len(found), LANES)
+            self.code.own[key] = known
+        if known[1].size:
+            self.registers.write(32, *known)
 
     def set_mask(self, mask: Mask) -> None:
         """Make `mask` the active lanes."""
@@ -340,7 +348,7 @@ class Warp:
     @property
     def full(self) -> bool:
         """Whether every living lane is active, as `.aligned` requires."""
-        return not count_nonzero(self.mask != self.alive)
+        return self.where is True or not count_nonzero(self.mask != self.alive)
 
     def converged(self, what: str) -> None:
         """Fault unless all living lanes are here (PTX `.sync.aligned`: undefined behaviour otherwise)."""
@@ -434,8 +442,10 @@ class Warp:
         self._end(lanes)
 
     def _end(self, lanes: Mask) -> None:
-        self.alive = self.alive & ~lanes
-        if count_nonzero(self.alive):
+        before, self.alive = count_nonzero(self.alive), self.alive & ~lanes
+        left = count_nonzero(self.alive)
+        self.cta.alive -= int(before - left)
+        if left:
             self._note_end(bits_of(lanes))
         if self.undefined:
             self.undefined.forget_dead(self.alive)
@@ -581,7 +591,11 @@ class Warp:
         if isinstance(outcome, Wait):
             strand.wait = outcome
             return
-        self._move(strand, outcome if isinstance(outcome, int) else strand.block + 1)
+        following = outcome if isinstance(outcome, int) else strand.block + 1
+        if len(self.strands) == 1 and following < len(self.code.blocks):
+            strand.block = following
+        else:
+            self._move(strand, following)
 
     def _stop_elsewhere(self, strand: Strand) -> None:
         """Let the lanes missing at a warp-wide instruction run to a failed assertion or a trap, which says why."""

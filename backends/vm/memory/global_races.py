@@ -3,8 +3,8 @@
 A mark is the serial number of a cluster (bits 63..32) above a stamp of clocks.py. 0 means no access: the start of a
 launch comes after everything before it. Granules have 16 bytes until a smaller access is seen. Strong accesses
 (atomics, volatile, relaxed and up) race with nothing. A bulk copy that reads or overwrites generic writes of the same
-launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2). In the other direction, the end of each
-copy is a proxy fence.
+launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2), and so does a bulk reduction into weak
+ones. In the other direction, the end of each copy is a proxy fence.
 
 Programmatic dependent launch: a launch with the attribute may begin as soon as the CTAs of the launch before it have
 executed griddepcontrol.launch_dependents or ended, even before their writes have arrived. griddepcontrol.wait waits
@@ -359,10 +359,10 @@ class GlobalRaces:
             self.chain.check(buffer, addresses, size, warp.clock, writes=True, by_lane=by_lane)
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
+        accesses = GlobalAccesses("is overwritten", buffer, shadow, granules, warp, lanes, by_lane, (addresses, values))
+        if strong and not by_lane and self.stored:
+            self._check_fenced(accesses, "reduces into", weak=True)
         if not strong:
-            accesses = GlobalAccesses(
-                "is overwritten", buffer, shadow, granules, warp, lanes, by_lane, (addresses, values)
-            )
             self._check(accesses, shadow.writer)
             self._check_released(accesses)
             self._check(accesses, shadow.reader)
@@ -517,9 +517,12 @@ class GlobalRaces:
                                  "bar.warp.sync is missing behind the acquire",
                                  OtherAccess(who, did, line))  # fmt: skip
 
-    def _check_fenced(self, accesses: GlobalAccesses, does: str) -> None:
+    def _check_fenced(self, accesses: GlobalAccesses, does: str, *, weak: bool = False) -> None:
+        """Report generic writes, or only `weak` ones, that no proxy fence covers."""
         shadow, buffer, warp = accesses.shadow, accesses.buffer, accesses.warp
         late = _unfenced(shadow.writer[accesses.granules], warp)
+        if weak:
+            late &= shadow.lanes.met[accesses.granules] > 0
         if not count_nonzero(late):
             return
         for _, at, line in shadow.one_a_line(accesses.granules, late, writes=True):
@@ -535,6 +538,17 @@ class GlobalRaces:
         if serial == agents.serial:
             return name
         return f"{name} of {'the cluster of ' if agents.size > 1 else ''}CTA {self.first_ctas[serial]}"
+
+    def written_and_last_read_by(self, lines: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """Granules that this launch has written and that a load of PTX `lines` was the last to read, one for each line
+        and buffer: the base of the buffer, the address of the granule, and the lines of the load and the write."""
+        for base, shadow in self._shadows.items():
+            both = np.flatnonzero((shadow.writer != 0) & (shadow.reader != 0))
+            both = both[np.isin(shadow.read_line[both], lines)]
+            _, firsts = np.unique(shadow.read_line[both], return_index=True)
+            for at in both[firsts].tolist():
+                address = max(shadow.base + (at << shadow.shift), base)
+                yield base, address, int(shadow.read_line[at]), int(shadow.line[at])
 
     def release(self, address: int, warp: Accessor, *, ordered: bool) -> None:
         """A strong write of gpu scope: if `ordered`, the flag carries what `warp` has seen, else what it has

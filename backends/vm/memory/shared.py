@@ -31,6 +31,7 @@ from backends.vm.memory.compiled_granules import Deed
 from backends.vm.memory.definedness import Mask, Missing, Origin, Sources
 from backends.vm.memory.lane_acquires import LaneAcquires
 from backends.vm.memory.lanes import LaneWrites
+from backends.vm.memory.pieces import read_pieces
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
@@ -206,7 +207,7 @@ class SharedMemory:
 
     def missing(self, offsets: Addresses, size: int) -> Missing | None:
         """The undefined bytes among `size` at each of `offsets` [n]."""
-        hidden = ~self.defined[offsets[:, None] + np.arange(size)]
+        hidden = read_pieces(self.defined.view(np.uint8), offsets, size) == 0
         if not count_nonzero(hidden):
             return None
         piece, byte = np.argwhere(hidden)[0].tolist()

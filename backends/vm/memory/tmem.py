@@ -167,9 +167,10 @@ class TensorMemory:
     def read(self, index: Index, clock: Clock, stamp: int, action: str) -> bool:
         """Check ownership and order of a read of the cells at `index`. Returns whether all of them are defined."""
         self._check_owned(index, action)
-        self._check_order(index, self.writer, clock, action, "wrote")
+        wrote = self._check_order(index, self.writer, clock, action, "wrote")
         self.reader[index] = stamp
-        self._check_tensor_fences(index, self.writer, clock, stamp, action)
+        if not self._fenced_alone(wrote, clock, stamp):
+            self._check_tensor_fences(index, self.writer, clock, stamp, action)
         self.reader_line[index] = self.agents.line()
         defined = self.defined[index]
         return count_nonzero(defined) == defined.size
@@ -201,11 +202,13 @@ class TensorMemory:
         `own`: the writing agent, which may overwrite its own pending writes.
         """
         self._check_owned(index, action)
-        self._check_order(index, self.writer, clock, action, "wrote", own)
-        self._check_order(index, self.reader, clock, action, "read")
+        wrote = self._check_order(index, self.writer, clock, action, "wrote", own)
+        read = self._check_order(index, self.reader, clock, action, "read")
         self._check_loaded(index, action)
-        self._check_tensor_fences(index, self.writer, clock, stamp, action)
-        self._check_tensor_fences(index, self.reader, clock, stamp, action)
+        if not self._fenced_alone(wrote, clock, stamp):
+            self._check_tensor_fences(index, self.writer, clock, stamp, action)
+        if not self._fenced_alone(read, clock, stamp):
+            self._check_tensor_fences(index, self.reader, clock, stamp, action)
         self.defined[index] = True
         self.writer[index] = stamp
         self.writer_line[index] = line
@@ -224,6 +227,9 @@ class TensorMemory:
         an mma reads what it writes, or comes before the writer.
         """
         found, wrote = self.reader[index], self.writer[index]
+        read = _only(found)
+        if read is not None and (agent_of(read) != agent_of(reads) or (read & EPOCH_MASK) <= ended):
+            return
         late = (agent_of(found) == agent_of(reads)) & ((found & EPOCH_MASK) > ended)
         late &= (agent_of(wrote) != agent_of(writes)) | ((wrote & EPOCH_MASK) < (found & EPOCH_MASK))
         if count_nonzero(late):
@@ -242,15 +248,18 @@ class TensorMemory:
 
     def _check_order(
         self, index: Index, stamps: Stamps, clock: Clock, action: str, did: str, own: int | None = None
-    ) -> None:
+    ) -> int | None:
+        """Report accesses that nothing orders before this one. Returns the stamp of all cells if they have one, and it
+        is ordered."""
         found = stamps[index]
-        late = unordered(found, clock.seen)
-        if late is None:
-            return
+        head = _only(found)
+        if head is not None and (head & EPOCH_MASK) <= clock.seen[agent_of(head)]:
+            return head
+        late = (found & EPOCH_MASK) > clock.seen[agent_of(found)]
         if own is not None:
             late &= agent_of(found) != own
-            if not count_nonzero(late):
-                return
+        if not count_nonzero(late):
+            return None
         lines = self.writer_line if did == "wrote" else self.reader_line
         for line in dict.fromkeys(np.broadcast_to(lines[index], late.shape)[late].tolist()):
             lane, column = self._first(index, late & (lines[index] == line))
@@ -264,6 +273,13 @@ class TensorMemory:
                 report(Fault("tmem-race", f"{action} lane {lane}, column {column}, but nothing orders that after {who} "
                              f"{did} it{at_line(line)}: a commit and a wait for it, or a barrier, is missing",
                              address=lane << 16 | column, other=OtherAccess(who, did, line)))  # fmt: skip
+        return None
+
+    def _fenced_alone(self, head: int | None, clock: Clock, stamp: int) -> bool:
+        """Whether `_check_tensor_fences` finds nothing in cells that have the one stamp `head`. False if unknown."""
+        return head is not None and (
+            agent_of(head) == self.agents.acting() or self._is_fenced(head, clock, agent_of(stamp))
+        )
 
     def _check_tensor_fences(self, index: Index, stamps: Stamps, clock: Clock, stamp: int, action: str) -> None:
         """Report accesses of others that are ordered before this one, but not by tcgen05.fence (PTX ISA 9.7.16.6.3).
@@ -272,12 +288,7 @@ class TensorMemory:
         come before what it issues.
         """
         found, own, engines = stamps[index], agent_of(stamp), self.agents.first_engine
-        # Fast path for the stamps of a single operation, which are all the same.
-        head, issuer = found.item(0), self.agents.acting()
-        if agent_of(head) == issuer and not count_nonzero(found != head):
-            return
-        if not count_nonzero(found != head) and self._is_fenced(head, clock, own):
-            return
+        issuer = self.agents.acting()
         agents, epochs = agent_of(found), found & EPOCH_MASK
         ordered = (found != 0) & (agents != own) & (agents != issuer) & (epochs <= clock.seen[agents])
         if own >= engines:
@@ -355,6 +366,12 @@ class TensorMemory:
         for index in cells:
             mine = self.writer[index]
             self.writer[index] = np.where(agent_of(mine) == agent, np.int32(stamp), mine)
+
+
+def _only(stamps: Stamps) -> int | None:
+    """The stamp of all cells, None if they have several."""
+    head = stamps.item(0)
+    return None if count_nonzero(stamps != head) else head
 
 
 def _bounds(part: Part) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import cache
 from importlib import resources
 
@@ -85,9 +84,14 @@ def parse(text: str, name: str = "<ptx>") -> Module:
     Errors quote `name` as the file. PtxSyntaxError, a sentence with line and column, for text outside the grammar and
     for a name declared twice or not at all.
     """
-    # PLAIN tokens carry no positions. Text with an error is read again token by token to find the place.
-    with suppress(UnexpectedInput, MisreadError):
+    # PLAIN tokens carry no positions. Text with an error inside one is read again token by token to find the place.
+    try:
         return module_of(text, grammar(plain.EXTENSION))
+    except UnexpectedInput as error:
+        if not (isinstance(error, UnexpectedToken) and error.token.type == plain.TERMINAL):
+            raise _unexpected(error, text, name) from None
+    except MisreadError:
+        pass
     try:
         return module_of(text, grammar())
     except UnexpectedInput as error:
@@ -177,7 +181,7 @@ def _shown(seen: str) -> str:
 
 
 def _one_of(expected: Iterable[str]) -> str:
-    names = {_spelling(each) for each in expected}
+    names = {_spelling(each) for each in expected if each != plain.TERMINAL}
     if names >= _CONSTANT:
         names = names - _CONSTANT | {"a constant"}
     ordered = sorted(names)
@@ -189,7 +193,7 @@ def _one_of(expected: Iterable[str]) -> str:
 def _spelling(terminal: str) -> str:
     if terminal in _NAMED:
         return _NAMED[terminal]
-    pattern = next((each.pattern for each in grammar().terminals if each.name == terminal), None)
+    pattern = next((each.pattern for each in grammar(plain.EXTENSION).terminals if each.name == terminal), None)
     if pattern is not None and pattern.type == "str":
         return f"'{pattern.value}'"
     return "." + terminal.lower()

@@ -181,8 +181,8 @@ class TreeBuilder(Transformer[Token, RawModule]):
             return RawInstruction(first, opcode, children[2:-1], *place)
         return RawInstruction(None, first, children[1:-1], *place)
 
-    def PLAIN(self, token: Token) -> list[RawInstruction]:  # noqa: N802
-        return plain.instructions(token)
+    def PLAIN(self, token: Token) -> list[RawStatement]:  # noqa: N802
+        return plain.statements(token)
 
     def call(self, children: list[object]) -> RawCall:
         guards, (opcode,) = _tokens(children, "GUARD"), _tokens(children, "CALL")
@@ -269,7 +269,7 @@ class TreeBuilder(Transformer[Token, RawModule]):
         (label,) = _tokens(children, "LABEL")
         return RawPrototype(label)
 
-    def block(self, children: list[RawStatement | list[RawInstruction]]) -> RawBlock:
+    def block(self, children: list[RawStatement | list[RawStatement]]) -> RawBlock:
         begin, *found = children
         assert isinstance(begin, Token)
         statements: list[RawStatement] = []

@@ -37,11 +37,13 @@ _LD_ST_SHAPES = {
 
 
 def split_address(taddr: int) -> tuple[int, int]:
-    """(lane, column) of a tensor-memory address: bits 22..16 and 15..0.
+    """(lane, column) of a tensor-memory address: bits 31..16 and 15..0. Either may lie outside tensor memory."""
+    return taddr >> 16 & 0xFFFF, taddr & 0xFFFF
 
-    Bits 31..30 of a scale-factor address repeat the scale-factor id (facts.md 1) and are dropped with the rest.
-    """
-    return taddr >> 16 & LANES - 1, taddr & 0xFFFF
+
+def split_scale_address(taddr: int) -> tuple[int, int]:
+    """As split_address, for scale factors: bits 31..30 repeat the scale-factor id (facts.md 1) and are dropped."""
+    return split_address(taddr & 0x3FFFFFFF)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,9 @@ FINDINGS = ("tmem_unwaited_overwrites", "tmem_unordered_copies", "smem_unfenced_
 """Counters of the machine that are findings: an order that the ISA does not promise."""
 WORK = ("mma_flops", "tma_load_bytes", "tma_store_bytes")
 """Counters of work that depend on no order. The gate compares them with the baseline and fails if one grows."""
-SCHEDULES = ("eager", "lazy", "random:3", "late_warp:0")
+SCHEDULES = ("eager", "lazy", "random:3", "late_warp:0", "late_cta:0")
+"""The last one only for programs with clusters: without them it is the first one."""
+_IN_CLUSTERS = re.compile(r"%cluster_|barrier\.cluster|mapa\.|reqnctapercluster")
 MAX_COLLECTED = 1 << 18
 """Most elements of the inputs of a case that runs with its findings collected; the smallest case may have more."""
 COLLECTED = "collected"
@@ -359,6 +361,12 @@ def examine(
     return replace(lived, runs=runs, seconds=round(time.process_time() - subject.spent - begun, 2))
 
 
+def in_clusters(program: Program | HostProgram) -> bool:
+    """Whether the text of `program` tells its CTA's place in a cluster, or meets the others. A CTA alone never comes
+    late."""
+    return _IN_CLUSTERS.search(program.ptx) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class _Turn:
     """One run of a mutant. `name`: its schedule in an outcome. `collects`: whether findings are collected."""
@@ -380,7 +388,7 @@ def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ct
     order; the others were guards, stores and an address. A wait without its loop is killed only by a schedule that lets
     it give up.
     """
-    first, *others = schedules
+    first, *others = (one for one in schedules if not one.startswith("late_cta") or in_clusters(subject.built[0].program))
     cases = subject.executing(mutant.line, first)
     judged = [_Turn(first, subject, built, first) for built in cases]
     late = [_Turn(schedule, subject, built, schedule) for schedule in others for built in cases[-1:]]

@@ -36,6 +36,7 @@ _SYMMETRIC = re.compile(r"setp\.(eq|ne)\b")
 _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?")
 _FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})")
 _REGISTER = re.compile(r"%[\w$]+")
+_LABEL = re.compile(r"([$\w]+):\s*$")
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 """A comment of PTX."""
 _SCOPES = ("cta", "cluster", "gpu", "sys")
@@ -507,7 +508,7 @@ def _moves(ptx: str, code: Sequence[Instruction], at: int) -> Iterator[tuple[Edi
 def _moved_wait(ptx: str, code: Sequence[Instruction], at: int) -> Iterator[tuple[Edit, ...]]:
     """Moves `$again: wait; @!done bra $again;` behind the next access. A wait in another form does not move."""
     one = code[at]
-    label = re.search(r"([$\w]+):\s*$", ptx[: one.begin])
+    label = _LABEL.search(ptx, code[at - 1].end if at else 0, one.begin)
     if label is None or at + 1 == len(code):
         return
     back = code[at + 1]

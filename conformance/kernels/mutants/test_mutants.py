@@ -15,6 +15,7 @@ from conformance import ROOT
 from conformance.kernels.mutants.__main__ import main
 from conformance.kernels.mutants.campaign import (
     FEW_CTAS,
+    SCHEDULES,
     Outcome,
     Plan,
     Record,
@@ -24,6 +25,7 @@ from conformance.kernels.mutants.campaign import (
     collected,
     drawn,
     examine,
+    in_clusters,
     planned,
     run,
     subjects,
@@ -273,6 +275,12 @@ def test_what_is_equivalent_by_an_argument_runs_as_far_as_the_argument_asks(prog
     assert (none.runs, none.killed) == (0, False), "it needs no run, and has some"
     seen = examine(program, earlier, ask_assemblers=False, argued=lambda lived: lived.reached is True)
     assert 0 < seen.runs < whole.runs, f"{seen.runs} of {whole.runs} runs where the machine is asked about its line"
+
+
+def test_a_cta_comes_late_in_programs_with_clusters_only() -> None:
+    alone, pair = (Program("sm_100a", f"mov.u32 %r, %{name};", ()) for name in ("ctaid.x", "cluster_ctarank"))
+    assert (in_clusters(alone), in_clusters(pair)) == (False, True)
+    assert [one for one in SCHEDULES if one.startswith("late")] == ["late_warp:0", "late_cta:0"]
 
 
 def test_a_mutant_runs_on_the_cases_that_execute_its_line(program: Subject) -> None:

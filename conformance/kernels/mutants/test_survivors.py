@@ -49,6 +49,24 @@ def test_what_is_said_to_leave_the_same_bits_leaves_them(one: Outcome) -> None:
     assert not changed, f"{one.id} `{one.before}` -> `{one.after}` changes {changed} of {built.case.id}"
 
 
+SEEN_BY_CHANCE = {
+    "fmha:hd=256,t=20,s_k=140,causal=true,window=2048": ("drop", "bar.sync 0;", -1),
+    "fmha:hd=64,t=1,s_k=201": ("immediate", "selp.f32 %shift, 0f00000000, %shift, %unseen;", 0),
+}
+"""By case: a mutant of sm_90a that an audit drew and the record lacks (kind, text, which), with a reason here."""
+
+
+@pytest.mark.parametrize("case_id", SEEN_BY_CHANCE)
+def test_mutants_that_the_record_lacks_leave_the_same_bits(case_id: str) -> None:
+    spec = load_specs(None)["fmha"]
+    program = program_of("ptx", "sm_90a", case := spec.parse_case(case_id))
+    assert program is not None, f"ptx has no program of {case_id}"
+    kind, text, which = SEEN_BY_CHANCE[case_id]
+    mutant = [one for one in mutants(program) if (one.kind, one.before) == (kind, text)][which]
+    changed = _changed(Built(spec, case, program), mutant.of(program))
+    assert not changed, f"{mutant.id} `{text}` changes {changed} of {case_id}"
+
+
 def test_other_bits_are_seen() -> None:
     """A planted fault: a mutant that a metric killed."""
     killed = [one for one in Record(RECORD).results if one.check.startswith("metric:") and one.schedule == "eager"]

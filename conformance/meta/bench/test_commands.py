@@ -5,21 +5,17 @@ On a borrowed device an empty section wastes time.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from backends.peers.peer import Peer
 from conformance import ROOT
 from conformance.bench.on_device import SECTIONS
+from conformance.fakes.commands import PYTEST, python
 from megamoe.contract import Row, load_backend
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 
-# pytest-benchmark disables itself in an xdist worker.
-APART = ("env", "-u", "PYTEST_XDIST_WORKER")
-BENCH = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "conformance/bench/bench_rows.py", "--benchmark-only")
+BENCH = (*PYTEST, "-q", "-p", "no:cacheprovider", "conformance/bench/bench_rows.py", "--benchmark-only")
 
 
 @pytest.mark.parametrize(
@@ -29,10 +25,12 @@ BENCH = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "conformance/bench/benc
         (("--case", "fmha:hd=64,t=2,s_k=3", "--profile", "smoke"), "--case names its own row"),
     ],
 )
-def test_a_wrong_selection_is_one_sentence_and_a_usage_error(options: tuple[str, ...], said: str) -> None:
-    done = subprocess.run(
-        [*APART, sys.executable, *BENCH, *options], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+def test_a_wrong_selection_is_one_sentence_and_a_usage_error(
+    options: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pytest-benchmark disables itself in an xdist worker.
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    done = python(*BENCH, *options, cwd=ROOT)
     told = done.stdout + done.stderr
     assert said in told
     assert "pluggy" not in told, f"a traceback surrounds the sentence: {told}"

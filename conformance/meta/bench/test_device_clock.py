@@ -6,9 +6,8 @@ Its own commands can read the file of our session.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -16,6 +15,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from conformance import ROOT
 from conformance.bench.bench_rows import DeviceClock, report_samples
 from conformance.fakes import simulated_device
+from conformance.fakes.commands import PYTEST, python
 from megamoe.records.files import read_records
 
 CASE = "fmha:hd=64,t=2,s_k=3"
@@ -39,25 +39,25 @@ def test_a_clock_moves_forwards_only(step: float) -> None:
         DeviceClock().advance(step)
 
 
-def bench(folder: Path, name: str, *options: str) -> subprocess.CompletedProcess[str]:
+def bench(folder: Path, name: str, *options: str) -> CompletedProcess[str]:
     """Runs `pytest conformance/bench/bench_rows.py` in its own process, on simulated backends."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "conformance/bench/bench_rows.py"]
+    command = [*PYTEST, "-q", "-p", "no:xdist", "conformance/bench/bench_rows.py"]
     command += ["--benchmark-only"]
     command += ["--case", CASE, "--target", "sm_90a", "--executor", f"{ROOM}:EXECUTOR", "--rse", "0.05", *options]
     command += ["--output", str(folder / f"{name}.jsonl"), f"--benchmark-json={folder / name}.json"]
     where = {"PYTHONPATH": str(ROOT / "conformance" / "meta"), "PATH": "", "HOME": str(folder)}
-    return subprocess.run(command, cwd=ROOT, env=where, capture_output=True, text=True, timeout=300, check=False)
+    return python(*command, cwd=ROOT, env=where)
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompletedProcess[str]]:
     """A session with two correct backends, a wrong one and one that declines."""
     folder = tmp_path_factory.mktemp("session")
     names = [part for name in ("WORKS", "SLOWER", "WRONG", "DECLINES") for part in ("--backend", f"{ROOM}:{name}")]
     return folder, bench(folder, "first", *names)
 
 
-Session = tuple[Path, subprocess.CompletedProcess[str]]
+Session = tuple[Path, CompletedProcess[str]]
 
 
 def test_a_wrong_row_fails_the_session_and_one_that_does_not_exist_is_skipped(session: Session) -> None:
@@ -86,15 +86,15 @@ def test_the_file_carries_device_software_and_times(session: Session) -> None:
 def test_the_commands_of_pytest_benchmark_read_it(session: Session) -> None:
     folder = session[0]
     compare = ("compare", str(folder / "first.json"), "--csv", str(folder / "t"))
-    command = [sys.executable, "-m", "pytest_benchmark", *compare]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+    command = ["-m", "pytest_benchmark", *compare]
+    done = python(*command, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert f"{ROOM}:SLOWER" in done.stdout, done.stdout
     stored = folder / "stored" / "machine"
     stored.mkdir(parents=True)
     (stored / "0001_first.json").write_bytes((folder / "first.json").read_bytes())
-    command = [sys.executable, "-m", "pytest_benchmark", "--storage", str(folder / "stored"), "list"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+    command = ["-m", "pytest_benchmark", "--storage", str(folder / "stored"), "list"]
+    done = python(*command, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "0001_first.json" in done.stdout + done.stderr, done.stdout + done.stderr
 

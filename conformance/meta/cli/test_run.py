@@ -17,6 +17,7 @@ from rich.text import Text
 
 from conformance import ROOT
 from conformance.fakes import backends as fake_backends
+from conformance.fakes.commands import python
 from conformance.fakes.results import judged
 from conformance.fakes.simulated_device import EXECUTOR
 from conformance.kernels.laws.law import specs
@@ -413,9 +414,10 @@ def test_help_and_version_have_their_short_ways(capsys: pytest.CaptureFixture[st
         ("run --case fmha:hd=64,t=1,s_k=12", "hd=64,t=1,s_k=128"),
     ],
 )
-def test_a_shell_completes_names(words: str, completes: str) -> None:
-    asked = f"_MEGAMOE_COMPLETE=complete_zsh _TYPER_COMPLETE_ARGS='megamoe {words}'"
-    done = _shell(f"{asked} PYTHON -m megamoe")
+def test_a_shell_completes_names(words: str, completes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_MEGAMOE_COMPLETE", "complete_zsh")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", f"megamoe {words}")
+    done = python("-m", "megamoe", cwd=ROOT)
     assert completes in done.stdout, done.stdout + done.stderr
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import cast
 
 import numpy as np
 import pytest
 
 from conformance import ROOT
+from conformance.fakes.commands import python
 from megamoe.cli.main import main
 from megamoe.vm import Device
 
@@ -91,6 +91,46 @@ def test_a_launch_holds_the_schedules_against_each_other(kernel: Path, capsys: p
     assert status == 1, f"a race goes unseen: {said}"
 
 
+# Each CTA or warp draws a number, and WHO keeps it. No rule is broken, but the order decides who gets which.
+TICKETS = f"""{HEAD}
+.visible .entry draw(.param .u64 y)
+{{
+  .reg .pred %p;
+  .reg .u64 %rd<3>;
+  .reg .u32 %r<3>;
+  ld.param.u64 %rd1, [y];
+  mov.u32 %r1, %tid.x;
+  and.b32 %r1, %r1, 31;
+  setp.ne.u32 %p, %r1, 0;
+  @%p ret;
+  atom.global.add.u32 %r2, [%rd1], 1;
+  mov.u32 %r1, WHO;
+  mul.wide.u32 %rd2, %r1, 4;
+  add.u64 %rd1, %rd1, %rd2;
+  st.global.u32 [%rd1+4], %r2;
+  ret;
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("late", "who", "launched"),
+    [
+        ("late_cta:0", "%ctaid.x", ("--grid", "2", "--cluster", "2", "--block", "32")),
+        ("late_warp:0", "%warpid", ("--block", "64")),
+    ],
+)
+def test_a_cta_and_a_warp_come_late(
+    kernel: Path, capsys: pytest.CaptureFixture[str], late: str, who: str, launched: tuple[str, ...]
+) -> None:
+    kernel.write_text(TICKETS.replace("WHO", who))
+    status, said = _check(capsys, kernel, "--entry", "draw", *launched, "--arg", "u32[3]")
+    assert (status, f"under the schedule {late} than under eager" in said) == (1, True), said
+    kernel.write_text(TICKETS.replace("WHO", who).replace("[%rd1+4], %r2", "[%rd1+4], %r1"))
+    status, said = _check(capsys, kernel, "--entry", "draw", *launched, "--arg", "u32[3]")
+    assert (status, "the same results under eager, lazy, late_cta:0, late_warp:0, random:0" in said) == (0, True), said
+
+
 SPIN = "mov.u32 %r2, 0;\nagain: add.u32 %r2, %r2, 1;\nsetp.lt.u32 %p1, %r2, 4000000000;\n@%p1 bra again;"
 
 
@@ -117,12 +157,19 @@ def test_spin(megamoe_vm):
 """
 
 
+def _forked(command: list[str], **_: object) -> CompletedProcess[str]:
+    done = python(*command[1:], cwd=Path.cwd())
+    print(done.stdout)
+    return done
+
+
 def test_the_time_limit_holds_for_launches_of_tests(
     kernel: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     kernel.write_text(GOOD.replace("mov.u32 %r2, %tid.x;", SPIN))
     (kernel.parent / "test_spin.py").write_text(SPINNING)
     monkeypatch.chdir(kernel.parent)
+    monkeypatch.setattr("megamoe.cli.check.subprocess.run", _forked)
     status = main(["check", "test_spin.py", "--timeout", "0.3"])
     said = capfd.readouterr().out
     assert status == 1, said
@@ -224,12 +271,16 @@ def test_a_grid_that_is_no_number_is_refused(kernel: Path, grid: object) -> None
         Device("sm_100a").launch(kernel, "fill", cast("int", grid), 32, np.zeros(4, np.uint32), 4)
 
 
-def test_a_test_suite_is_run_by_pytest(tmp_path: Path) -> None:
-    suite = tmp_path / "test_suite.py"
-    suite.write_text("import torch\n\ndef test_it():\n    assert torch.ones(2, device='cuda').sum() == 2\n")
-    command = [sys.executable, "-m", "megamoe", "check", f"{suite}::test_it"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+def test_a_test_suite_is_run_by_pytest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test_suite.py").write_text(
+        "import torch\n\ndef test_it():\n    assert torch.ones(2, device='cuda').sum() == 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    status = main(["check", "test_suite.py::test_it"])
+    said = capfd.readouterr()
+    assert (status, "1 passed" in said.out) == (0, True), said
 
 
 def test_the_guide_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,8 +301,20 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     wanted = {"cutedsl": "cutlass", "triton": "triton"}.get(example.stem.partition("_")[0])
     if wanted and importlib.util.find_spec(wanted) is None:
         pytest.skip(f"{wanted} is not installed")
-    done = subprocess.run([sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = python(str(example), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "told"),
+    [("raise RuntimeError('planted')", 1, "RuntimeError: planted"), ("sys.exit('planted')", 1, "planted"),
+     ("sys.exit(3)", 3, ""), ("os.kill(os.getpid(), 9)", -9, ""), ("print('done')", 0, "")],
+)  # fmt: skip
+def test_an_example_that_fails_is_noticed(line: str, status: int, told: str, tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(f"import os, sys\n{line}\n")
+    done = python(str(tmp_path / "planted.py"), cwd=tmp_path)
+    assert (done.returncode, told in done.stderr) == (status, True), done
+    assert done.stdout == ("done\n" if status == 0 else "")
 
 
 def test_a_test_suite_without_pytest_is_said(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conformance.fakes.commands import python
 from megamoe.export.findings import read_findings
 
 pytestmark = pytest.mark.skipif(
@@ -227,19 +226,8 @@ def test_swallowed_fault():
 
 def _pytest(folder: Path, text: str, *options: str) -> str:
     (folder / "test_kernels.py").write_text(textwrap.dedent(text))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-W",
-        "ignore",
-        "-p",
-        "no:cacheprovider",
-        *options,
-        "test_kernels.py",
-    ]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+    asked = ("-q", "-W", "ignore", "-p", "no:cacheprovider", *options, "test_kernels.py")
+    return python("-m", "pytest", *asked, cwd=folder).stdout
 
 
 def test_kernels_of_triton_run_on_cpu_tensors(tmp_path: Path) -> None:
@@ -283,10 +271,7 @@ def test_a_test_suite_runs_and_findings_fail_it(tmp_path: Path) -> None:
     ],
 )
 def test_options_of_pytest_that_mean_nothing_are_said(options: list[str], sentence: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = python("-m", "pytest", *options, "-p", "no:cacheprovider", cwd=tmp_path)
     assert sentence in done.stderr
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -288,13 +288,40 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-def _python(tree: Path, *arguments: str, status: int = 0) -> str:
-    """The output of `python ARGUMENTS` in the tree, whose modules take precedence over the checkout's."""
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=tree, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == status, f"{shlex.join(arguments)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+# Runs modules, one line of JSON each: a process for each of them would import torch again.
+SHELL = """
+import io, json, runpy, sys
+from contextlib import redirect_stderr, redirect_stdout
+for line in sys.stdin:
+    sys.argv = json.loads(line)
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        except SystemExit as left:
+            status = int(left.code or 0)
+    print(json.dumps([status, out.getvalue(), err.getvalue()]), flush=True)
+"""
+Run = Callable[..., str]
+"""The output of `python -m ARGUMENTS` in the tree. `status`: how it must end."""
+
+
+@pytest.fixture(scope="module")
+def run(tree: Path) -> Iterator[Run]:
+    """Runs modules in a process of the tree, whose modules take precedence over the checkout's."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", SHELL], cwd=tree, stdin=pipe, stdout=pipe, text=True) as shell:
+        assert shell.stdin
+        assert shell.stdout
+        asked, answers = shell.stdin, shell.stdout
+
+        def run(*arguments: str, status: int | None = 0) -> str:
+            print(json.dumps(arguments), file=asked, flush=True)
+            ended, out, err = json.loads(answers.readline())
+            assert status in (None, ended), f"{shlex.join(arguments)}: {ended}\n{out}\n{err}"
+            return out
+
+        yield run
 
 
 LAWS = "conformance/kernels/laws/test_laws.py"
@@ -303,18 +330,18 @@ SPECS = ("conformance/meta/spec/test_spec.py", "conformance/meta/house/test_more
 
 
 @pytest.fixture(scope="module")
-def outcomes(tree: Path) -> dict[str, Counter[str]]:
-    """Results, by file, of the tree's tests that cover the additions. One process, so that torch is imported once."""
-    (tree / "results" / "coverage.md").write_text(_python(tree, "-m", "backends.vm.coverage"))
+def outcomes(tree: Path, run: Run) -> dict[str, Counter[str]]:
+    """Results, by file, of the tree's tests that cover the additions."""
+    (tree / "results" / "coverage.md").write_text(run("backends.vm.coverage"))
     those = " or ".join(Path(file).stem for file in (*OPCODES, *SPECS))
     chosen = ("-k", f"(test_laws and rmsnorm and not gpu) or {those}", "--case", "rmsnorm:rows=3,hidden=96")
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", LAWS, *OPCODES, *SPECS, *chosen]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=300, check=False)
+    quiet = ("-q", "-rA", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+    out = run("pytest", *quiet, LAWS, *OPCODES, *SPECS, *chosen, status=None)
     found: dict[str, Counter[str]] = {file: Counter() for file in (LAWS, *OPCODES, *SPECS)}
-    for outcome, file in re.findall(r"^(PASSED|FAILED|ERROR) (\S+?\.py)", done.stdout, re.MULTILINE):
+    for outcome, file in re.findall(r"^(PASSED|FAILED|ERROR) (\S+?\.py)", out, re.MULTILINE):
         found[file][outcome.lower()] += 1
-    assert sum(found.values(), Counter[str]())["passed"], f"no test ran: {done.stdout}{done.stderr}"
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("E   ", "FAILED", "ERROR"))]
+    assert sum(found.values(), Counter[str]())["passed"], f"no test ran: {out}"
+    failed = [line for line in out.splitlines() if line.startswith(("E   ", "FAILED", "ERROR"))]
     print("\n".join(failed))
     return found
 
@@ -340,23 +367,22 @@ def test_a_change_costs_what_the_readme_says(tree: Path) -> None:
     assert sorted(_differing(tree)) == sorted(ADDED)
 
 
-def test_a_new_shape_is_in_the_matrix_and_passes(tree: Path) -> None:
-    (row,) = json.loads(_python(tree, "-m", "megamoe", "list", "--where", "t=5,s_k=77", "--json"))
+def test_a_new_shape_is_in_the_matrix_and_passes(run: Run) -> None:
+    (row,) = json.loads(run("megamoe", "list", "--where", "t=5,s_k=77", "--json"))
     assert (row["case"], row["matrices"], row["profiles"]) == (CASE, ["edges"], ["smoke", "full", "gpu"])
     machine = ("--backend", "ptx", "--target", "sm_90a", "--jobs", "1", "--output", "shape.jsonl")
-    assert "1 passed, 0 failed" in _python(tree, "-m", "megamoe", "run", "--case", CASE, *machine)
+    assert "1 passed, 0 failed" in run("megamoe", "run", "--case", CASE, *machine)
 
 
-def test_a_new_op_runs_and_its_gate_opens_once_it_is_accepted(tree: Path) -> None:
+def test_a_new_op_runs_and_its_gate_opens_once_it_is_accepted(run: Run) -> None:
     """The gate's own advice works: the command that it prints accepts the rows."""
-    megamoe = ("-m", "megamoe")
-    out = _python(tree, *megamoe, "run", "--op", "rmsnorm", "--jobs", "1", "--output", "op.jsonl")
+    out = run("megamoe", "run", "--op", "rmsnorm", "--jobs", "1", "--output", "op.jsonl")
     assert "8 passed, 0 failed" in out, "4 cases on 2 targets of the new backend"
-    closed = _python(tree, *megamoe, "gate", "op.jsonl", status=1)
+    closed = run("megamoe", "gate", "op.jsonl", status=1)
     assert "8 passed, 0 failed, 8 new" in closed
     (command,) = re.findall(r"All of these at once: megamoe (accept .*)", " ".join(closed.split("\n")))
-    _python(tree, *megamoe, *shlex.split(command.replace("...", "a new op")))
-    assert "8 rows" in _python(tree, *megamoe, "gate", "op.jsonl")
+    run("megamoe", *shlex.split(command.replace("...", "a new op")))
+    assert "8 rows" in run("megamoe", "gate", "op.jsonl")
 
 
 def test_a_new_opcode_is_tested_and_in_the_table(tree: Path, outcomes: dict[str, Counter[str]]) -> None:

@@ -23,7 +23,7 @@ from conformance.vm.kernel import (
     tmem_alloc,
     wait,
 )
-from conformance.vm.tensor_kernel import CELLS, COMMIT, EXPECTED, MMA, mma_kernel, tmem_kernel
+from conformance.vm.tensor_kernel import CELLS, COMMIT, EXPECTED, LOAD, MMA, STORE, mma_kernel, tmem_kernel
 from megamoe.contract import Row
 from megamoe.explain.explain import explain
 from megamoe.explain.tmem import tmem_map
@@ -383,6 +383,8 @@ BEYOND = {
     "a copy to columns behind the last": (f"add.u32 %r47, %r40, 508;\n{COPY} //!", "columns 508..515"),
     "a copy to columns that no address has": (f"mov.b32 %r47, 0xfffc;\n{COPY} //!", "columns 65532..65539"),
     "a copy to lanes behind the last": (f"mov.b32 %r47, 0x00100000;\n{COPY} //!", "lanes 16..143"),
+    "a copy to lanes that no address has": (f"mov.b32 %r47, 0x80000000;\n{COPY} //!", "lanes 32768..32895"),
+    "operand A behind the last lane": (f"mov.b32 %r47, 0x00800000;\n{FROM_TMEM} //!", "lanes 128..255"),
     "an accumulator behind the last column": (MMA.replace("%r40", "%r47") + " //!", "columns 500..515"),
 }
 
@@ -393,6 +395,18 @@ def test_tensor_memory_ends_somewhere(name: str) -> None:
     before = "add.u32 %r47, %r40, 500;"
     kernel = mma_kernel({"issue": f"{before}\n{issue}\n{COMMIT}"})
     assert_blamed(kernel, "tmem-out-of-bounds", said, "128 x 512")
+
+
+@pytest.mark.parametrize("bits", [0x00800000, 0x01000000, 0x80000000])
+def test_lanes_behind_the_last(bits: int) -> None:
+    """An address holds the lane in bits 31..16 (facts.md 1)."""
+    beyond = f"or.b32 %r44, %r44, {bits};"
+    wait_for = "tcgen05.wait::ld.sync.aligned;"
+    said = "of a tensor memory of 128 x 512"
+    assert_blamed(mma_kernel({"read": f"{beyond}\n{LOAD} //!\n{wait_for}"}), "tmem-out-of-bounds", said)
+    assert_blamed(mma_kernel({"read": f"{LOAD}\n{wait_for}\n{beyond}\n{STORE} //!"}), "tmem-out-of-bounds", said)
+    issue = f"or.b32 %r47, %r40, {bits};\n{MMA.replace('%r40', '%r47')} //!\n{COMMIT}"
+    assert_blamed(mma_kernel({"issue": issue}), "tmem-lane", f"lies at lane {bits >> 16}")
 
 
 def test_a_load_from_columns_behind_the_last() -> None:

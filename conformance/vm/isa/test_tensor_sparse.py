@@ -245,6 +245,16 @@ def test_metadata_that_nobody_wrote_leaves_nothing_defined() -> None:
     assert fault.value.rule == "uninitialised-tmem", str(fault.value)
 
 
+def test_metadata_behind_the_last_lane() -> None:
+    image = Image()
+    a, b = integers((128, 16), np.float16, 1), integers((64, 32), np.float16, 2)
+    mma = (f"tcgen05.mma.sp.cta_group::1.kind::f16 [TM0], {operand(image, a)}, {operand(image, b)}, "
+           f"[%w30], {idesc('f16', 128, 64, 4)}, %no;")  # fmt: skip
+    with pytest.raises(Fault) as fault:
+        run_tensor(issue("add.s32 %w30, %tm, 0x00800000;", mma), [image.data], 64)
+    assert fault.value.rule == "tmem-out-of-bounds", str(fault.value)
+
+
 def test_sparse_and_block_scaled() -> None:
     """mxf4: chunks of eight elements, stored in pairs; all scale factors are 1."""
     k, n, image = 128, 64, Image()

@@ -92,6 +92,35 @@ cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r2], [%
         assert found.value.rule in ("ended-cta", "exit-with-pending-operation"), f"{schedule}: {found.value}"
 
 
+EXPECTED = """setp.eq.u32 %p3, %cta, 1; setp.eq.u32 %p4, %lane, 0; and.pred %p3, %p3, %p4;
+@%p3 mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 16;
+barrier.cluster.arrive; barrier.cluster.wait;"""
+COPIES_OUT = {
+    "a copy": "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r2], [%r5], 16, [%r3];",
+    "a reduction": "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32 "
+    "[%r2], [%r5], 16, [%r3];",
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", COPIES_OUT)
+def test_a_copy_out_of_a_cta_that_ends(name: str, schedule: str) -> None:
+    """CTA 1 waits for the copy, but CTA 0, whose memory it reads, does not."""
+    copy = f"""mov.u32 %r5, buf; st.shared.v4.b32 [%r5], {{%r5, %r5, %r5, %r5}}; fence.proxy.async;
+{COPIES_OUT[name]}"""
+    filled = "st.shared.v4.b32 [buf], {%cta, %cta, %cta, %cta}; fence.proxy.async;"
+    body = BODY.replace("st.shared.b32 [buf+4], 0;", filled).replace(MEET, EXPECTED)
+    body = body.replace("USE", copy).replace("OTHER", wait("mbar", 0))
+    planted, kept = (
+        Kernel(body.replace("LEAVE", leave), {"out": np.zeros(1, np.uint32)}, grid=(2, 1, 1), cluster=(2, 1, 1))
+        for leave in ("", MEET)
+    )
+    kept.run(schedule)
+    with pytest.raises(Fault, match=r"nothing orders that after a copy used its memory") as found:
+        planted.run(schedule)
+    assert found.value.rule == "exit-with-pending-operation", f"{schedule}: {found.value}"
+
+
 @pytest.mark.parametrize("schedule", ["late_cta:0", "late_cta:1", "late_warp:0", "late_warp:3"])
 def test_who_comes_late(schedule: str) -> None:
     """Each CTA, or each warp, draws a ticket. The late one must draw the last."""

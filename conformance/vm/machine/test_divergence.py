@@ -201,4 +201,5 @@ def test_a_file_that_comes_back_is_zero_and_keeps_its_literals() -> None:
     later = rows.literal(32, 7)
     give_registers_back(again)
     (wider,) = take_registers(rows, 1)
+    wider.begin()
     assert np.all(wider._storage[32][later] == 7), "a file of fewer literals must not serve"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -258,6 +260,70 @@ SPINS = {
     ),
 }
 
+TOLD = f""".shared .align 8 .b64 full; .shared .align 8 .b64 empty; .shared .align 4 .b32 got; {init("full")}
+@%p13 mbarrier.init.shared::cta.b64 [empty], 32; bar.sync 0;
+mov.u32 %r9, 0; setp.eq.u32 %p2, %warp, 1; setp.ne.u32 %p4, %lane, 0; setp.eq.u32 %p6, %warp, 2;
+@%p2 bra TOLD; @%p4 ret; @%p6 bra SETTER;
+POLL: xor.b32 %r8, %r9, 1; {wait("empty", "%r8")}
+ld.acquire.gpu.global.u32 %r1, [%out]; st.shared.u32 [got], %r1; mbarrier.arrive.shared::cta.b64 _, [full];
+xor.b32 %r9, %r9, 1; setp.eq.u32 %p5, %r1, 0; @%p5 bra POLL; ret;
+TOLD: {wait("full", "%r9")} ld.shared.u32 %r2, [got]; mbarrier.arrive.shared::cta.b64 _, [empty];
+xor.b32 %r9, %r9, 1; setp.eq.u32 %p6, %r2, 0; @%p6 bra TOLD; ret;
+SETTER: SET ret;"""
+"""Warp 0 polls a flag in global memory, and tells warp 1 what it has seen."""
+IN_CLUSTER = """.shared .align 4 .b32 got; setp.eq.u32 %p1, %cta, 0; mov.u32 %r5, got;
+mapa.shared::cluster.u32 %r5, %r5, 1; setp.ge.u32 %p6, %cta, 2; setp.eq.u32 %p2, %lane, 0; and.pred %p1, %p1, %p2;
+@%p6 bra SETTER;
+LOOP: @%p1 ld.acquire.gpu.global.u32 %r1, [%out]; @%p1 st.shared.u32 [got], %r1;
+@%p1 st.shared::cluster.u32 [%r5], %r1;
+barrier.cluster.arrive; barrier.cluster.wait;
+ld.shared.u32 %r2, [got]; barrier.cluster.arrive; barrier.cluster.wait;
+setp.eq.u32 %p3, %r2, 0; @%p3 bra LOOP; ret;
+SETTER: setp.ne.u32 %p7, %cta, 2; @%p7 ret; SET ret;"""
+"""CTA 0 does, and tells CTA 1. The next cluster, if there is one, sets the flag."""
+SET = """mov.u32 %r9, 0; COUNT: add.u32 %r9, %r9, 1; setp.lt.u32 %p7, %r9, 3000; @%p7 bra COUNT;
+st.release.gpu.global.u32 [%out], 1;"""
+TOLD_THROUGH = {
+    "mbarriers": lambda setter: Kernel(TOLD.replace("SET ", setter), {"out": OUT}, block=(96, 1, 1)),
+    "a cluster": lambda setter: Kernel(IN_CLUSTER.replace("SET ", setter), {"out": OUT}, cluster=(2, 1, 1),
+                                       grid=(4 if setter else 2, 1, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random:0", "late_cta:0", *(f"late_warp:{i}" for i in range(3))])
+@pytest.mark.parametrize("name", TOLD_THROUGH)
+def test_warps_that_tell_each_other_that_nothing_has_happened(name: str, schedule: str) -> None:
+    """Their barriers change, and change back. If another warp sets the flag in the end, they end."""
+    with pytest.raises(Fault) as found:
+        TOLD_THROUGH[name]("").run(schedule)
+    assert found.value.rule == "deadlock", f"{schedule}: {found.value}"
+    assert "spins at PTX lines" in str(found.value), f"{schedule}: {found.value}"
+    TOLD_THROUGH[name](SET).run(schedule)
+
+
+def test_warps_that_ask_together_for_the_end_of_a_copy_get_it() -> None:
+    """One thread asks, and tells all behind a barrier, so that there is something new in each round."""
+    body = f"""{ONE}{INIT} .shared .align 16 .b8 cells[128]; .shared .align 4 .b32 got;
+    mov.u32 %r3, cells; mov.u32 %r6, mbar;
+    @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 128;
+    @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%x], 128, [%r6];
+    LOOP: bar.sync 0;
+    @%p1 mbarrier.test_wait.parity.shared::cta.b64 %p4, [mbar], 0;
+    @%p1 selp.u32 %r1, 1, 0, %p4; @%p1 st.shared.u32 [got], %r1;
+    bar.sync 0; ld.shared.u32 %r2, [got]; setp.eq.u32 %p5, %r2, 0; @%p5 bra LOOP; ret;"""
+    asking = Kernel(body, {"x": OUT}, block=(64, 1, 1), inputs=("x",), step_budget=100_000)
+    for schedule in ("eager", "lazy", "late_warp:0", "random:0"):
+        asking.run(schedule)
+
+
+def test_who_can_tell_the_order_of_others_is_found_only_in_a_given_order() -> None:
+    """Under a random schedule, mbarrier.test_wait may come out otherwise from the same state."""
+    asking = Kernel(TOLD.replace("try_wait", "test_wait").replace("SET ", ""), {"out": OUT}, block=(96, 1, 1))
+    for schedule, rule in (("eager", "deadlock"), ("late_warp:1", "deadlock"), ("random:0", "runaway")):
+        with pytest.raises(Fault) as found:
+            replace(asking, step_budget=60_000).run(schedule)
+        assert found.value.rule == rule, f"{schedule}: {found.value}"
+
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_an_endless_kernel_that_changes_something_ends_with_its_budget(name: str) -> None:
@@ -292,9 +358,9 @@ def test_warps_that_go_round_together_and_get_somewhere_do_not_spin() -> None:
 LOOP: bar.sync 0;
 @%p1 ld.shared.u32 %r1, [got]; @%p1 add.u32 %r1, %r1, 1; @%p1 st.shared.u32 [got], %r1; mov.u32 %r1, 0;
 bar.sync 0;
-ld.shared.u32 %r2, [got]; setp.lt.u32 %p2, %r2, 2000;
+ld.shared.u32 %r2, [got]; setp.lt.u32 %p2, %r2, 500;
 @%p2 bra LOOP;"""
-    in_register = "mov.u32 %r1, 0;\nLOOP: bar.sync 0; add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 2000;\n@%p2 bra LOOP;"
+    in_register = "mov.u32 %r1, 0;\nLOOP: bar.sync 0; add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 500;\n@%p2 bra LOOP;"
     opened = (
         "setp.eq.u32 %p3, %cta, 0; @%p3 bra WAITING; setp.eq.u32 %p4, %tx, 0;\n"
         f"@%p4 atom.acq_rel.gpu.global.exch.b32 %r1, [%out], 7; ret;\nWAITING: {TOGETHER}"

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from backends.vm.executor import EXECUTOR
+from backends.vm.executor import EXECUTOR, VmExecutor
+from backends.vm.machine.machine import Machine
+from backends.vm.trace.recorder import Recorder
 from conformance.vm.kernel import (
     EVERY_SCHEDULE,
     EXPECT,
@@ -321,3 +323,30 @@ def test_the_machine_of_a_row_knows_its_outputs_and_its_workspaces() -> None:
         said = EXECUTOR.run(program, memory, RunOptions(outputs=tensors)).violation or ""
         assert said.startswith("[uninitialised-global]"), f"scratch {scratch}: {said!r}"
         assert "`part`" in said, f"scratch {scratch}: {said!r}"
+
+
+def noise_of_a_row(grid: int = 1, size: int = 32, first: int = 0) -> bytes:
+    """What the workspace `part` holds when a row begins: the launch has `grid` CTAs, the output `size` words."""
+    made: list[Machine] = []
+
+    def kept(schedule: str, accumulate: str, budget: int, observer: Recorder | None) -> Machine:
+        made.append(Machine(schedule, accumulate, budget, observer))
+        return made[0]
+
+    executor = VmExecutor()
+    executor.machines = kept
+    kernel = Kernel("ret;", {"part": np.zeros(1), "out": np.zeros(1)})
+    launch = Launch("kernel", (grid, 1, 1), (32, 1, 1), (BufferArg("part"), BufferArg("out")))
+    given = torch.zeros(size, dtype=torch.int32)
+    given[0] = first
+    said = executor.run(Program("sm_100a", kernel.ptx, (launch,), {"part": 64}), {"out": given}, RunOptions())
+    assert said.violation is None, said
+    return next(one.data.tobytes() for one in made[0].memory.buffers if one.name == "part")
+
+
+def test_the_noise_of_a_workspace_differs_by_row() -> None:
+    """No kernel can rely on it, not even on a value that it has in one row; the same row has the same noise."""
+    rows = [noise_of_a_row(), noise_of_a_row(grid=2), noise_of_a_row(size=64), noise_of_a_row(first=1)]
+    assert len(set(rows)) == len(rows), "two rows have the same noise"
+    assert noise_of_a_row() == rows[0], "a rerun has other noise"
+    assert all(len(set(row)) > 16 for row in rows), "the noise is no single value"

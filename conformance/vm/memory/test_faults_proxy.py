@@ -77,8 +77,9 @@ def test_an_end_of_a_launch_will_do() -> None:
         assert_clean(whole, {"out": np.arange(THREADS)})
 
 
-STORED = """st.shared.b32 [%r2], %tx; fence.proxy.async.shared::cta; bar.sync 0;
-@%p1 cp.async.bulk.global.shared::cta.bulk_group [%a], [%r21], 256;{mark}
+LINEAR_STORE = "cp.async.bulk.global.shared::cta.bulk_group [%a], [%r21], 256;"
+STORED = f"""st.shared.b32 [%r2], %tx; fence.proxy.async.shared::cta; bar.sync 0;
+@%p1 {LINEAR_STORE}{{mark}}
 @%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group 0;"""
 
 
@@ -89,6 +90,28 @@ def test_a_copy_over_what_threads_wrote(fence: str, clean: bool) -> None:
         assert_clean(kernel(body), {"a": np.arange(THREADS)})
     else:
         assert_blamed(kernel(body), "missing-proxy-fence", "a bulk copy overwrites byte", "of `a`")
+
+
+REDUCTIONS = {
+    "linear": "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%a], [%r21], 256;",
+    "tensor": "cp.reduce.async.bulk.tensor.1d.global.shared::cta.add.tile.bulk_group [%m, {%r3}], [%r21];",
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_reduction_of_and_into_what_threads_wrote(name: str) -> None:
+    """The source needs a fence of shared memory, the target one of global memory; atomics need none."""
+    stored = STORED.replace(LINEAR_STORE, REDUCTIONS[name].replace("{%r3}", "{{%r3}}"))
+
+    def reduced(target: str, source: str, write: str = STORE) -> Kernel:
+        text = stored.replace(SHARED_FENCE, source).format(mark=" //!")
+        return kernel(f"mov.b32 %r3, 0; {write} {target}\n{text}\nret;")
+
+    twice = {"a": 2 * np.arange(THREADS)}
+    assert_clean(reduced(GLOBAL_FENCE, SHARED_FENCE), twice)
+    assert_clean(reduced("", SHARED_FENCE, "red.relaxed.gpu.global.add.u32 [%rd2], %tx;"), twice)
+    assert_blamed(reduced("", SHARED_FENCE), "missing-proxy-fence", "a bulk copy reduces into byte", "of `a`")
+    assert_blamed(reduced(GLOBAL_FENCE, ""), "missing-proxy-fence", "reads what warp")
 
 
 def test_the_end_of_a_copy_is_a_fence_itself() -> None:

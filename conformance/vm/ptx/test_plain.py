@@ -111,17 +111,53 @@ def answer(text: str, *, with_runs: bool) -> Module | str:
             return str(error)
 
 
-@given(st.lists(statements(), min_size=1, max_size=4))
+OTHERS = st.sampled_from(
+    [
+        ".reg .b32 %q<3>, %w;",
+        ".reg .v2 .b32 %u;",
+        ".reg .pred %q1",
+        ".reg .b33 %q;",
+        ".reg .b32 %q<010>;",
+        ".shared .align 8 .b8 tile[16];",
+        ".local .b32 own;\n",
+        ".shared .pred no;",
+        ".param .b8 g[0];",
+        ".shared .align 3 .b8 odd[4];",
+        ".shared .b8 two[2][2];",
+        "M:",
+        "M: N:\n",
+        "L: // a;\n",
+        "M: _",
+        "M: .branchtargets L;",
+        "M: { ret; }",
+        "M: .reg .b32 %q;",
+        "// a; b\n",
+        "/* a; */",
+    ]
+)
+
+
+@given(st.lists(st.one_of(statements(), OTHERS), min_size=1, max_size=4))
 def test_whatever_stands_in_a_body_is_read_or_refused_alike(body: list[str]) -> None:
     text = f"{HEADER}.global .b32 g[9];\n.visible .entry f() {{ {REGISTERS}\nL: {''.join(body)} ret; }}"
     assert answer(text, with_runs=True) == answer(text, with_runs=False)
 
 
+def test_a_variable_is_declared_in_its_line() -> None:
+    """Only variables remember their lines, so only these need them in runs."""
+    text = f"{HEADER}.entry f() {{ ret;\n// a; b\n.shared .b32 a;\n.local .b8 b[4]; ret; }}"
+    assert [one.line for one in by_runs(text).functions["f"].variables] == [5, 6]
+
+
 @pytest.mark.parametrize("statement", ["mov.b32 %r1, -1;", "st.b32 [%rd1], -0x1;", "mov.v2.b32 {%r1, %r2}, {-1, 2};"])
-def test_a_number_that_loses_its_sign_is_noticed(statement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_loses_its_sign_is_noticed(
+    statement: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """The planted fault, and which statements show it: those read in runs."""
     text = f"{HEADER}.entry f() {{ {REGISTERS} {statement} }}"
     assert by_runs(text) == exact(text)
     whole = plain.operand
+    plain.statement.cache_clear()
+    request.addfinalizer(plain.statement.cache_clear)
     monkeypatch.setattr(plain, "operand", lambda text: whole(text.replace("-", "")))
     assert (by_runs(text) == exact(text)) == ("-0x1" in statement)

@@ -24,6 +24,7 @@ from backends.vm.tensor.tmem_layout import (
     operand_a_patches,
     register_map,
     split_address,
+    split_scale_address,
     store_copied_rows,
     store_matrix,
     store_registers,
@@ -37,10 +38,15 @@ def labelled() -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("taddr", "lane", "column"), [(0, 0, 0), (0x00200010, 32, 16), (0x007F01FF, 127, 511), (0x40000100, 0, 256)]
+    ("taddr", "lane", "column"), [(0, 0, 0), (0x00200010, 32, 16), (0x007F01FF, 127, 511), (0x40800100, 0x4080, 256)]
 )
 def test_addresses_split_into_lane_and_column(taddr: int, lane: int, column: int) -> None:
     assert split_address(taddr) == (lane, column), f"{taddr:#010x} is lane {lane}, column {column}"
+
+
+def test_the_address_of_scale_factors_has_their_id() -> None:
+    assert split_scale_address(0xC0000100) == (0, 256), "bits 31..30 are no part of the lane"
+    assert split_scale_address(0x20000100) == (0x2000, 256), "bit 29 is part of the lane"
 
 
 # Lane and column, relative to the address, of register r of thread t (facts.md 1.1).
