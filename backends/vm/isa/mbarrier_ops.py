@@ -193,9 +193,9 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
             for parity in parities:
                 asked.append((barrier, int(parity) & 1))
                 passed = barrier.passed(int(parity) & 1)
-                if passed and not met:
-                    before, met = warp.acquiring(), True
                 if passed:
+                    if not met:
+                        before, met = warp.acquiring(), True
                     alike = len(parities) == 1
                     answers[lanes if alike else [i for i, one in zip(lanes, told, strict=True) if one == parity]] = True
                 if passed and (relaxed or narrow):
