@@ -96,7 +96,7 @@ def _run_launches(
     program: Program, machine: Machine, tensors: Mapping[str, torch.Tensor], outputs: tuple[str, ...] | None
 ) -> None:
     addresses: dict[str, int] = {}
-    seeds = _seeds(program, tensors)
+    seeds = workspace_seeds(program, tensors)
     for name, tensor in tensors.items():
         writable = outputs is None or name in outputs
         buffer = machine.memory.add(name, _bytes_of(name, tensor), writable=writable)
@@ -125,7 +125,8 @@ def _check_workspaces(sizes: Mapping[str, int]) -> None:
         raise LaunchError(f"the program's workspaces have {sum(sizes.values())} bytes; at most {MAX_WORKSPACES} do")
 
 
-def _seeds(program: Program | HostProgram, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def workspace_seeds(program: Program | HostProgram, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The seed of the noise in each workspace of `program`, by name (megamoe.contract.poison)."""
     bytes_of = {name: _bytes_of(name, tensor) for name, tensor in tensors.items()}
     return poison_seeds(program, {name: (data.size, data[:SAMPLE].tobytes()) for name, data in bytes_of.items()})
 
@@ -142,7 +143,7 @@ def _call_host(
     # Imported here because only host programs need LLVM, which loads slowly.
     from backends.vm.host.program import run_host_program
 
-    buffers = map_tensors(machine, tensors, _seeds(program, tensors), program.scratch, outputs)
+    buffers = map_tensors(machine, tensors, workspace_seeds(program, tensors), program.scratch, outputs)
     if program.prepare:
         run_host_program(replace(program, args=program.prepare), machine, buffers, PARSED)
         machine.counters.clear()  # as for a Program

@@ -9,7 +9,7 @@ from importlib import metadata
 
 import torch
 
-from backends.vm.executor import map_tensors
+from backends.vm.executor import map_tensors, workspace_seeds
 from backends.vm.faults import Fault, LaunchError, UnknownInstructionError
 from backends.vm.host.abi import HostError
 from backends.vm.host.program import run_host_program
@@ -93,8 +93,9 @@ def _run(call: Call, schedule: str) -> _Run:
     machine, begin = Machine(schedule), time.perf_counter()
     tensors = {name: tensor.clone() for name, tensor in call.tensors.items()}
     scratch = {name: size for program in call.programs for name, size in program.scratch.items()}
+    seeds = {name: seed for program in call.programs for name, seed in workspace_seeds(program, tensors).items()}
     try:
-        buffers = map_tensors(machine, tensors, scratch)
+        buffers = map_tensors(machine, tensors, seeds, scratch)
         launches = sum(len(run_host_program(program, machine, buffers)) for program in call.programs)
     except (Fault, LaunchError, UnknownInstructionError, PtxSyntaxError) as broken:
         return _Run("fault", f"{broken} (schedule {schedule})")
