@@ -22,8 +22,9 @@ grade `portability`. Some of these reach only collectors, and a judged row count
   `tmem_unordered_mmas`);
 - a missing wgmma.fence before another use of the registers (`wgmma_fences_early`);
 - a lane that uses what another lane of its warp wrote to shared memory with nothing in between, another warp that does
-  so and has waited only for an arrival of other lanes, or a lane that relies on what only other lanes of its warp have
-  awaited or acquired: an mbarrier, a flag, the end of their own copies (`lanes_unordered`);
+  so, or overwrites what the lane has read, and has waited only for an arrival of other lanes, or a lane that relies on
+  what only other lanes of its warp have awaited or acquired: an mbarrier, a flag, the end of their own copies
+  (`lanes_unordered`);
 - a bulk copy over what threads have read with no fence.proxy.async in between (`smem_unfenced_overwrites`);
 - a position or length beyond 255 of a 64-bit bit field (`bit_fields_beyond_255`);
 - as a note, a remainder by zero (`remainders_by_zero`): correct kernels of others compute some that they do not use.
@@ -44,13 +45,16 @@ It does NOT notice, and why:
   the ISA's default, and CUTLASS hands stages back to the other CTA with it. Written scopes are kept.
 - That a wait for a phase says nothing about the copies of earlier phases at the same mbarrier: phases complete in
   order.
-- Between lanes of one warp, races other than a read of what another lane wrote. A lane may still read what another
-  lane's arrival or release gives back, since readers are known by warp. Two generic writers of parts of one 4-byte
-  granule of shared memory go unseen too: values are compared for whole granules (threads that write what another one
-  has written do not race, PTX ISA 8.7.2).
+- Between lanes of one warp, races other than a read of what another lane wrote. Two generic writers of parts of one
+  4-byte granule of shared memory go unseen too: values are compared for whole granules (threads that write what another
+  one has written do not race, PTX ISA 8.7.2).
+- That another lane's arrival or release gives back what a lane still reads, unless it was the last reader of a granule
+  of shared memory (a mark holds one). In global memory readers are known by warp. What a lane has read before it ended
+  counts as ordered, and a row of ldmatrix counts as read by the lane that gives its address.
 - Lanes of a warp that meet in part, or where one waits or acquires and another one releases without having met it.
   Meetings are counted by warp, and what may order some lanes counts for all, so that no finding is wrong: a wait by one
-  lane counts as a meeting for what the others stored before it. What a lane has acquired before it ended counts as
+  lane counts as a meeting for what the others stored or read before it, and so do mma.sync, shfl.sync and the like,
+  for which the ISA does not say that they order memory. What a lane has acquired before it ended counts as
   known to the lanes of its warp that meet later. A lane that waits behind others counts as knowing what they know.
   Strong accesses are never checked by lane, as they race with nothing here, nor are operands of the tensor core,
   whichever lane issues it, and sources in global memory of another lane's cp.async.

@@ -389,10 +389,11 @@ _ALL = (
     _relied(
         "lanes-unordered", "8.7.1",
         "A lane uses what another lane of its warp wrote, with no order in between: lanes are independent threads. "
-        "The same holds if another warp uses it after a release by other lanes only, or if a lane relies on a wait (at "
-        "an mbarrier, for copies) or an acquire of a flag that only other lanes executed.",
+        "The same holds if another warp uses it, or overwrites what the lane has read, after a release by other lanes "
+        "only, or if a lane relies on a wait (at an mbarrier, for copies) or an acquire of a flag that only other "
+        "lanes executed.",
         "Kernels that assume that the lanes of a warp run in lockstep.",
-        "Execute bar.warp.sync between the write and the other lane's use or release, and after a wait or an acquire.",
+        "Execute bar.warp.sync between the access and the other lane's use or release, and after a wait or an acquire.",
         "bar.warp.sync",
     ),
     _relied(

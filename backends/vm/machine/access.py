@@ -137,7 +137,12 @@ def _take(
         if not strong:
             cta.smem.check_lanes(offsets, size, lanes, (warp.agent, warp.meetings), "read by")
             check_acquired(warp, cta, offsets, size, lanes)
-        values, hidden = cta.smem.load(offsets, size, warp.clock, warp.stamp, strong=strong)
+        by = lanes if lanes.size == offsets.size else _ALL_LANES[: offsets.size]
+        if not strong:
+            warp.agents.reads.read(warp.agent, warp.meetings, int((1 << by).sum()))
+        values, hidden = cta.smem.load(
+            offsets, size, warp.clock, warp.stamp, strong=strong, lanes=by, meetings=warp.meetings
+        )
         return values, None if hidden is None else Missing(hidden, cta.smem.origin_of(_first(offsets, hidden), 0))
     if space == "param":
         return load_parameter(warp, addresses, size), None

@@ -366,6 +366,7 @@ class Warp:
         epoch, met = int(self.clock.seen[self.agent]) + 1, self.meetings if meetings is None else meetings
         if self.stored_at == met:
             self.agents.releases.note(self.agent, epoch - 1, met, lanes)
+        self.agents.reads.release(self.agent, epoch - 1, met, lanes)
         if self.stored_globally_at == met:
             self.agents.global_releases.note(self.agent, epoch - 1, met, lanes)
         self.clock.seen[self.agent] = epoch

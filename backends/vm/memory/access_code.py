@@ -25,7 +25,8 @@ POINTER: Final = ir.PointerType()
 
 SHARED_FIELDS: Final = (
     "first", "end", "data", "defined", "in_flight", "writer", "reader", "writer_line", "reader_line", "contested",
-    "many_readers", "lane", "met", "partial", "readers", "granules",
+    "many_readers", "lane", "met", "partial", "readers", "granules", "read_lane", "read_met", "read_partial",
+    "last_reads",
 )  # fmt: skip
 GLOBAL_FIELDS: Final = (
     "end", "data", "state", "shadow_base", "shift", "writer", "reader", "writer_line", "reader_line", "lane", "met",
@@ -182,6 +183,12 @@ class MemoryCode:
 
     def _agent(self, stamp: Any) -> Any:
         return self.b.sext(self.b.ashr(stamp, ir.Constant(I32, EPOCH_BITS)), I64)
+
+    def _given_back_alone(self, granule: Any, reader: Any) -> Any:
+        """Whether the last reader of a granule of shared memory has lanes that have read and not released it."""
+        met = self._of("read_met", granule, I32)
+        return self.b.and_(self._set_in("read_partial", self._agent(reader)),
+                           self.b.icmp_signed(">", met, ir.Constant(I32, 0)))  # fmt: skip
 
     @contextmanager
     def _kept_readers(self) -> Iterator[tuple[Any, Any]]:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.memory.lane_releases import LaneReleases
+from backends.vm.memory.lane_releases import LaneReads, LaneReleases
 
 ACCUMULATORS = 8
 """Accumulators of a CTA whose chains of MMAs are told apart; 512 columns hold four of 128."""
@@ -44,8 +44,8 @@ class Agents:
     Copies that are waited for together, at one mbarrier or in one thread's groups, are one agent. Beyond COPY_AGENTS
     such places, agents are shared, and a missing wait can hide behind another place's wait. `line`: the PTX line of the
     running instruction, `acting`: the warp that runs it. `tensor_fences`: by warp, the epochs of its
-    tcgen05.fence::before_thread_sync. `releases`: releases of what lanes stored to shared memory; `global_releases`:
-    the same for global memory.
+    tcgen05.fence::before_thread_sync. `releases`: releases of what lanes stored to shared memory; `reads`: of what
+    they read there; `global_releases`: as `releases`, for global memory.
     """
 
     serial: int
@@ -56,6 +56,7 @@ class Agents:
     acting: Callable[[], int] = int
     tensor_fences: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     releases: LaneReleases = field(default_factory=LaneReleases)
+    reads: LaneReads = field(default_factory=LaneReads)
     global_releases: LaneReleases = field(default_factory=LaneReleases)
 
     @property

@@ -30,6 +30,7 @@ from backends.vm.memory.access_code import (
     number,
 )
 from backends.vm.memory.clocks import CLUSTER_SHIFT
+from backends.vm.memory.lane_releases import LANE_BITS
 
 LANES: Final = 32
 BANKS: Final = 32
@@ -116,6 +117,8 @@ class _Access(MemoryCode):
         if self.shared:
             left = b.icmp_signed(">", self._value(waiting), number(0))
             self._set(served, b.add(self._value(served), b.zext(left, I64)))
+            if not self.kind.stores:
+                self._note_reading_lanes()
         with self._lanes() as lane:
             at = self._place_of(lane)
             with self._granules(at) as granule:
@@ -172,6 +175,8 @@ class _Access(MemoryCode):
             bad = b.or_(bad, self._late(reader))
             if self.kind.size < 4:
                 bad = b.or_(bad, self._set_in("many_readers", granule))
+            else:
+                bad = b.or_(bad, self._given_back_alone(granule, reader))
         else:
             bad = b.or_(bad, self._loose(granule, lane, writer))
         self._refuse(bad)
@@ -252,6 +257,7 @@ class _Access(MemoryCode):
         mark = b.trunc(self.mark, I32)
         if not self.kind.stores:
             self._note_reader(granule, mark, self.line)
+            self._note_lane(granule, lane, self.met, "read_")
             return
         self.put(self._pointer("writer"), granule, mark, I32)
         self.put(self._pointer("writer_line"), granule, self.line, I32)
@@ -261,9 +267,19 @@ class _Access(MemoryCode):
             self.put(self._pointer("contested"), granule, ir.Constant(I8, 0), I8)
             self._forget_kept(granule)
 
-    def _note_lane(self, granule: Any, lane: Any, met: Any) -> None:
-        self.put(self._pointer("lane"), granule, self.b.trunc(lane, I8), I8)
-        self.put(self._pointer("met"), granule, self.b.trunc(met, I32), I32)
+    def _note_lane(self, granule: Any, lane: Any, met: Any, did: str = "") -> None:
+        self.put(self._pointer(f"{did}lane"), granule, self.b.trunc(lane, I8), I8)
+        self.put(self._pointer(f"{did}met"), granule, self.b.trunc(met, I32), I32)
+
+    def _note_reading_lanes(self) -> None:
+        """Do as LaneReads.read."""
+        b, lanes, above = self.b, ir.VectorType(I8, LANES), number(LANE_BITS)
+        active = b.icmp_unsigned("!=", b.load(self.mask, typ=lanes, align=1), ir.Constant(lanes, [0] * LANES))
+        last = self.at(self._pointer("last_reads"), self.agent, I64)
+        same = b.icmp_signed("==", b.ashr(last, above), self.met)
+        last = b.select(same, last, b.shl(self.met, above))
+        new = b.or_(last, b.zext(b.bitcast(active, I32), I64))
+        self.put(self._pointer("last_reads"), self.agent, new, I64)
 
     def _move(self, lane: Any, at: Any) -> None:
         b, element = self.b, ir.IntType(8 * self.kind.element)

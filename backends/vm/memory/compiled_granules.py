@@ -165,7 +165,9 @@ class _GranuleAccess(MemoryCode):
         with b.if_then(b.not_(self.generic)):
             warps = b.icmp_signed("<", self._agent(reader), self.engine)
             self._refuse(b.and_(warps, self._beyond(self.fenced, reader)))
-        b.store(reader, self.reader)
+        self._refuse(self._given_back_alone(granule, reader))
+        with b.if_then(b.not_(self._set_in("read_partial", self._agent(reader)))):
+            b.store(reader, self.reader)
 
     # The effects.
 

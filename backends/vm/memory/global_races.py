@@ -47,7 +47,7 @@ from backends.vm.memory.clocks import (
 from backends.vm.memory.global_memory import Buffer, Bytes, GlobalMemory
 from backends.vm.memory.lane_acquires import LaneAcquires
 from backends.vm.memory.lane_releases import MAX_AGENTS, LaneReleases
-from backends.vm.memory.lanes import LaneWrites
+from backends.vm.memory.lanes import LaneMarks
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class Shadow:
     reader: Addresses
     line: npt.NDArray[np.int32]
     read_line: npt.NDArray[np.int32]
-    lanes: LaneWrites
+    lanes: LaneMarks
 
     @classmethod
     def of(cls, buffer: Buffer) -> Shadow:
@@ -198,7 +198,7 @@ class Shadow:
             np.zeros(count, np.int64),
             np.zeros(count, np.int32),
             np.zeros(count, np.int32),
-            LaneWrites(count),
+            LaneMarks(count),
         )
 
     def offset_in(self, buffer: Buffer, granule: int) -> int:

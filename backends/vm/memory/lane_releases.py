@@ -1,4 +1,4 @@
-"""Which lanes of a warp released what, where the other lanes had stored something since the lanes last met.
+"""Which lanes of a warp released what, where other lanes had stored or read something since the lanes last met.
 
 Clocks are per warp: an epoch of a warp that another agent has seen is ordered before, for all lanes. This module is
 finer, for the few warps where some lanes arrive alone.
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-EVERY, NOBODY = (1 << 32) - 1, 0
+LANE_BITS = 32
+EVERY, NOBODY = (1 << LANE_BITS) - 1, 0
 """Sets of lanes as bits."""
 KEPT = 1024
 """Releases of a warp that are kept, at least. A write before them counts as ordered."""
@@ -38,13 +39,16 @@ class LaneReleases:
     partial: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(MAX_AGENTS, np.bool_))
     any_partial: bool = False
 
-    def note(self, agent: int, epoch: int, meetings: int, lanes: int) -> None:
-        """Record that `lanes` of a warp that has met `meetings` times have released what is over in `epoch`."""
+    def note(self, agent: int, epoch: int, meetings: int, lanes: int, concerned: int = EVERY) -> None:
+        """Record that `lanes` of a warp that has met `meetings` times have released what is over in `epoch`.
+
+        `concerned`: the lanes that have accessed anything since that meeting.
+        """
         releases = self.by_agent.setdefault(agent, [])
         releases.append((epoch, meetings, lanes))
         if len(releases) > 2 * KEPT:
             del releases[:KEPT]
-        if lanes not in (EVERY, NOBODY):
+        if lanes != NOBODY and concerned & ~lanes:
             self.partial[agent] = self.any_partial = True
 
     def end(self, agent: int, epoch: int, meetings: int, lanes: int) -> None:
@@ -93,3 +97,24 @@ class LaneReleases:
             for epoch, met, lanes in self.ended.get(agent, ())
             if met == meetings and (lane < 0 or lanes >> lane & 1)
         ]
+
+
+@dataclass(slots=True)
+class LaneReads(LaneReleases):
+    """The same for reads of shared memory. What a lane has read before it ended counts as ordered.
+
+    `last`: by agent, the meetings of its warp at its last read, above the lanes that have read since that meeting.
+    """
+
+    last: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MAX_AGENTS, np.int64))
+
+    def read(self, agent: int, meetings: int, lanes: int) -> None:
+        """Record that `lanes` of a warp that has met `meetings` times read. Machine code does the same."""
+        last = self.last.item(agent)
+        self.last[agent] = (last if last >> LANE_BITS == meetings else meetings << LANE_BITS) | lanes
+
+    def release(self, agent: int, epoch: int, meetings: int, lanes: int) -> None:
+        """As `note`, if the warp has read anything since that meeting."""
+        last = self.last.item(agent)
+        if last >> LANE_BITS == meetings:
+            self.note(agent, epoch, meetings, lanes, last & EVERY)

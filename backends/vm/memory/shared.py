@@ -30,7 +30,7 @@ from backends.vm.memory.compiled_access import BANKS
 from backends.vm.memory.compiled_granules import Deed
 from backends.vm.memory.definedness import Mask, Missing, Origin, Sources
 from backends.vm.memory.lane_acquires import LaneAcquires
-from backends.vm.memory.lanes import LaneWrites
+from backends.vm.memory.lanes import LaneMarks
 from backends.vm.memory.pieces import read_pieces
 
 Bytes = npt.NDArray[np.uint8]
@@ -60,8 +60,9 @@ class SharedMemory:
     judged. `readers` holds readers other than the last: by agent, int32 epochs and PTX lines [2, granules].
     `many_readers` marks those granules. `unfenced_overwrites` counts bulk copies over what threads have read with no
     proxy fence in between. `allocs`: PTX lines of tcgen05.alloc, whose result word counts as such a read when a copy
-    overwrites it. `lanes`: the last writing lane of each granule. `copied`: PTX lines of cp.async whose threads have
-    waited for them. `place`: this memory for compiled code; None when an observer wants every access.
+    overwrites it. `lanes`: the last writing lane of each granule; `reading_lanes`: the last reading one. `copied`: PTX
+    lines of cp.async whose threads have waited for them. `place`: this memory for compiled code; None when an observer
+    wants every access.
     """
 
     def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
@@ -84,13 +85,13 @@ class SharedMemory:
         self._reader_words = np.zeros(1 + 2 * agents.count, np.int64)
         self.unfenced_overwrites = 0
         self.allocs: set[int] = set()
-        self.lanes = LaneWrites(padded // 4)
+        self.lanes, self.reading_lanes = LaneMarks(padded // 4), LaneMarks(padded // 4)
         self.copied: set[int] = set()
-        partial = agents.releases.partial
+        partial, reads, read_by = agents.releases.partial, agents.reads, self.reading_lanes
         self.place: MemoryWords | None = MemoryWords(
             RESERVED, self.size, self.data, self.defined, self.in_flight, self.writer, self.reader, self.writer_line,
             self.reader_line, self.contested, self.many_readers, self.lanes.lane, self.lanes.met, partial,
-            self._reader_words, self.reader.size,
+            self._reader_words, self.reader.size, read_by.lane, read_by.met, reads.partial, reads.last,
         )  # fmt: skip
 
     def check(self, offsets: Addresses, size: int, access: str) -> None:
@@ -110,11 +111,13 @@ class SharedMemory:
         self.check(np.array([offset], np.int64), size, access)
 
     def load(
-        self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False
-    ) -> tuple[Bytes, Mask | None]:
+        self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False,
+        lanes: Addresses | None = None, meetings: int = 0,
+    ) -> tuple[Bytes, Mask | None]:  # fmt: skip
         """Generic-proxy read of uint8 [n, size], and which of its bytes are undefined (None: none).
 
         Checks bulk copies in flight and races. `strong` accesses (atomics, volatile, relaxed and up) race with nothing.
+        `lanes` [n] of a warp that has met `meetings` times read; by default it does not matter which.
         """
         self.check(offsets, size, "load")
         index = offsets[:, None] + np.arange(size)
@@ -125,6 +128,7 @@ class SharedMemory:
             if not clash:
                 self._check_writers(granules, clock, "read")
             self._note_readers(granules, clock, stamp)
+            self.reading_lanes.note(granules, lanes, meetings)
         return self.data[index], None if count_nonzero(defined) == defined.size else ~defined
 
     def check_lanes(self, offsets: Addresses, size: int, lanes: Addresses, by: tuple[int, int], action: str) -> None:
@@ -305,7 +309,19 @@ class SharedMemory:
         if count_nonzero(late):
             self._race(granules, late, self.writer, "overwritten")
 
+    def _check_given_back(self, granules: Granules, clock: Clock) -> None:
+        """Report overwritten reads of lanes that are ordered before only by releases of other lanes."""
+        loose = self.reading_lanes.loose(granules, self.reader[granules], clock.seen, self.agents.reads)
+        for at, granule, line in list(_one_a_line(granules, loose, self.reader_line)):
+            lane, agent = int(self.reading_lanes.lane[granule]), agent_of(int(self.reader[granule]))
+            who = f"lane {lane} of {self.agents.name(agent)}"
+            why = self.agents.reads.missing_meeting(agent, lane, int(self.reading_lanes.met[granule]))
+            report(Fault("lanes-unordered", f"this granule is overwritten after {who} read it at PTX line {line}; "
+                         f"{why}", lane=at, address=4 * granule, other=OtherAccess(who, "read", line)))  # fmt: skip
+
     def _check_readers(self, granules: Granules, clock: Clock) -> None:
+        if self.agents.reads.any_partial:
+            self._check_given_back(granules, clock)
         late = unordered(self.reader[granules], clock.seen)
         if late is not None:
             self._race(granules, late, self.reader, "overwritten")

@@ -89,11 +89,12 @@ class RecordedSharedMemory(SharedMemory):
         self._touch = touch
 
     def load(
-        self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False
-    ) -> tuple[Bytes, Mask | None]:
+        self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False,
+        lanes: Addresses | None = None, meetings: int = 0,
+    ) -> tuple[Bytes, Mask | None]:  # fmt: skip
         """As SharedMemory.load."""
         self._touch("read", "generic", _covered(offsets, size))
-        return super().load(offsets, size, clock, stamp, strong=strong)
+        return super().load(offsets, size, clock, stamp, strong=strong, lanes=lanes, meetings=meetings)
 
     def store(
         self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: bool = False

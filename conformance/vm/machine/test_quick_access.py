@@ -131,7 +131,7 @@ def test_machine_code_does_as_numpy_does() -> None:
     """Same memory, counters and findings. The programs reach both what machine code does and what it refuses."""
     answers = [answer for seed in _PROGRAMS for answer in _both(seed)]
     done = [answer for answer in answers if answer != NO]
-    assert 400 < len(done) < len(answers), f"{len(done)} of {len(answers)} accesses by machine code"
+    assert 350 < len(done) < len(answers), f"{len(done)} of {len(answers)} accesses by machine code"
     for bit, what in ((compiled_access.UNDEFINED, "undefined byte"), (compiled_access.CONFLICT, "bank conflict")):
         assert any(answer & bit for answer in done), f"no program has met an {what}"
 
@@ -269,6 +269,29 @@ def test_machine_code_reads_what_a_lane_does_not_know_from_shared_memory(
     monkeypatch.setattr(module, name, 1)
     assert not _outcome(_told_in_shared("MEET"))[2], "the lanes have met"
     assert "lanes-unordered" in str(_outcome(_told_in_shared("READ"))[2])
+
+
+def _given_back(last: str) -> Kernel:
+    """Eight times, all lanes read, one lane arrives, and another warp overwrites; `last`: where the lanes go behind the
+    last read."""
+    body = f""".shared .align 4 .b8 s[128]; mov.u32 %r0, s; mad.lo.u32 %r0, %lane, 4, %r0; setp.ne.u32 %p0, %lane, 0;
+    .shared .align 8 .b64 mbar; setp.ne.u32 %p2, %warp, 0; mov.u32 %r1, 0; @!%p2 st.shared.u32 [%r0], 9;
+    {init("mbar")}
+    LOOP: and.b32 %r2, %r1, 1; setp.eq.u32 %p1, %r1, 7; @%p2 bra WRITER;
+    ld.shared.u32 %r3, [%r0]; @%p1 bra {last}; MEET: bar.warp.sync -1;
+    GIVE: @!%p0 mbarrier.arrive.shared::cta.b64 _, [mbar]; bra NEXT;
+    WRITER: {wait("mbar", "%r2")} st.shared.u32 [%r0], %r1;
+    NEXT: bar.sync 0; add.u32 %r1, %r1, 1; setp.lt.u32 %p3, %r1, 8; @%p3 bra LOOP; ret;"""
+    return Kernel(body, {"x": np.zeros(32, np.uint32), "flag": np.zeros(1, np.uint32)}, block=(64, 1, 1))
+
+
+@pytest.mark.parametrize(("module", "name"), [(quick_access, "WORTH"), (code, "OFTEN")])
+def test_machine_code_overwrites_what_a_lane_has_not_given_back(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+) -> None:
+    monkeypatch.setattr(module, name, 1)
+    assert not _outcome(_given_back("MEET"))[2], "the lanes have met"
+    assert "which the lane has not met" in str(_outcome(_given_back("GIVE"))[2])
 
 
 def test_rows_of_matrices_in_wrong_places_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,14 @@ def _deed(draw: np.random.Generator, memory: SharedMemory, clocks: list[Clock]) 
         return lambda: memory.async_write_ends(granules, mark, line)
     offsets = RESERVED + 4 * draw.permutation(_BYTES // 4)[:8]
     if chosen < 0.9:
-        return lambda: memory.load(offsets, 4, clock, mark)[0].tolist()
+
+        def load() -> object:
+            agents.reads.read(own, 1, 0xFF)
+            found = memory.load(offsets, 4, clock, mark, lanes=np.arange(8), meetings=1)[0].tolist()
+            agents.reads.release(own, epoch, 1, int(draw.choice([1, (1 << 32) - 1])))
+            return found
+
+        return load
     size = int(draw.choice([1, 4]))
     values = draw.integers(0, 255, (8, size)).astype(np.uint8)
 
@@ -137,6 +144,7 @@ def _nothing(*arguments: object) -> None:
         ("_check_kept", _nothing),
         ("_forget_kept", _nothing),
         ("_look_at_writer", _nothing),
+        ("_given_back_alone", _never),
     ],
 )
 def test_machine_code_that_does_not_look_is_found_out(

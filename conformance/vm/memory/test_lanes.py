@@ -30,6 +30,13 @@ STORED = f"st.shared.u32 [%r4], %lane; {FENCE} {MEET}"
 POLL = "POLL: ld.acquire.cta.shared.u32 %r1, [flag]; setp.eq.u32 %p1, %r1, 0; @%p1 bra POLL;"
 RAISE = "st.release.cta.shared.u32 [flag], 1;"
 COPY = "cp.async.ca.shared.global [%r4], [%rd2], 4;"
+FILLED = "st.shared.u32 [%r4], 5; bar.sync 0;"
+READ_CELL = "ld.shared.u32 %r1, [%r4]; st.global.u32 [%rd1], %r1;"
+LDMATRIX = """and.b32 %r2, %lane, 7; mad.lo.u32 %r2, %r2, 16, %r3;
+ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [%r2]; st.global.u32 [%rd1], %r1;"""
+OVERWRITE = f"{wait('mbar', 0)} st.shared.u32 [%r4], 9; ret;"
+COPY_OVER = f"""{wait("mbar", 0)} @!%p3 bra END; {LOAD} {wait("mbar", 1)}
+END: ret;"""
 
 
 def one_warp(body: str) -> Kernel:
@@ -116,11 +123,33 @@ def flagged_to_one(meet: str) -> Kernel:
     )
 
 
+def given_back_by_one(meet: str) -> Kernel:
+    """All lanes of warp 0 read, lane 0 arrives, and warp 1 overwrites."""
+    return two_warps(f"{FILLED} {READ_CELL} {meet} @%p3 {ARRIVE} ret;", f"bar.sync 0; {OVERWRITE}")
+
+
+def given_back_by_flag(meet: str) -> Kernel:
+    """As above, through a flag in shared memory."""
+    body = f"{FILLED} {READ_CELL} {meet} @%p3 {RAISE} ret;"
+    return two_warps(body, f"bar.sync 0; {POLL} st.shared.u32 [%r4], 9; ret;")
+
+
+def given_back_to_a_copy(meet: str) -> Kernel:
+    """As above, but a bulk copy overwrites."""
+    return two_warps(f"{FILLED} {READ_CELL} {FENCE} {meet} @%p3 {ARRIVE} ret;", f"bar.sync 0; {COPY_OVER}")
+
+
+def matrix_given_back_by_one(meet: str) -> Kernel:
+    """All lanes of warp 0 read with ldmatrix, lane 0 arrives, and warp 1 overwrites."""
+    return two_warps(f"{FILLED} {LDMATRIX} {meet} @%p3 {ARRIVE} ret;", f"bar.sync 0; {OVERWRITE}")
+
+
 LANES: dict[str, Callable[[str], Kernel]] = {
     one.__name__: one
     for one in (
         awaited_by_one, overwritten_behind, copied_over, stored_under, stored_under_by_all, read_back, copied_by_each,
-        arrived_for_all, acquired_by_one, polled_by_one, noticed_by_one, flagged_to_one,
+        arrived_for_all, acquired_by_one, polled_by_one, noticed_by_one, flagged_to_one, given_back_by_one,
+        given_back_by_flag, given_back_to_a_copy, matrix_given_back_by_one,
     )
 }  # fmt: skip
 
@@ -142,6 +171,7 @@ def test_lanes_that_have_not_met(name: str, schedule: str) -> None:
 
 EACH_WAITS = f"setp.lt.u32 %p1, %lane, 9; @%p1 bra LOW; {wait('mbar', 0)} bra JOIN;\nLOW: {wait('mbar', 0)}\nJOIN:"
 EACH_ARRIVES = two_warps(f"{COPY} cp.async.wait_all; {ARRIVE} ret;", f"{wait('mbar', 0)} {READ}")
+GIVEN_BACK = given_back_by_one("")
 TWICE = [f"@!%p3 bra {name}; {told}\n{name}:" for name, told in (("ONCE", wait("mbar", 0)), ("AGAIN", POLL))]
 ORDERED = {
     "lanes wait apart": two_warps(f"{EACH_WAITS} {READ}", f"st.shared.u32 [%r4], %lane; {MEET} @%p3 {ARRIVE} ret;"),
@@ -165,6 +195,25 @@ JOIN: st.shared.u32 [%r4], 5; {READ}""",
         f"""{STORED} {STORE} add.u32 %r7, %r4, 128; {COPY.replace("%r4", "%r7")} {TWICE[0]} cp.async.wait_all;
         cp.async.bulk.wait_group 0; {TWICE[1]} st.shared.u32 [%r4], 7; st.global.u32 [%rd2], 7; ret;""",
         f"@%p3 {ARRIVE} @%p3 {RAISE} ret;",
+    ),
+    "each lane gives back what it has read": replace(
+        GIVEN_BACK, body=GIVEN_BACK.body.replace("[mbar], 1;", "[mbar], 32;").replace(f"@%p3 {ARRIVE}", ARRIVE)
+    ),
+    "the lanes give back apart what they have read": replace(
+        GIVEN_BACK,
+        body=GIVEN_BACK.body.replace("[mbar], 1;", "[mbar], 32;").replace(
+            f"@%p3 {ARRIVE}", f"@%p3 bra FIRST; {ARRIVE} ret;\nFIRST: {ARRIVE}"
+        ),
+    ),
+    "the arriving lane alone has read": replace(
+        GIVEN_BACK,
+        body=GIVEN_BACK.body.replace("ld.shared.u32 %r1, [%r4]", "mov.u32 %r1, 0; @%p3 ld.shared.u32 %r1, [%r4]"),
+    ),
+    "the other lanes have read before the lanes met": replace(
+        GIVEN_BACK, body=GIVEN_BACK.body.replace(READ_CELL, f"{READ_CELL} {MEET} @%p3 ld.shared.u32 %r1, [%r3];")
+    ),
+    "the other lanes read what is not overwritten": replace(
+        GIVEN_BACK, body=GIVEN_BACK.body.replace("st.shared.u32 [%r4], 9", "st.shared.u32 [%r4 + 128], 9")
     ),
     "a store of all lanes": one_warp(f"{STORED} {STORE} cp.async.bulk.wait_group 0; st.shared.u32 [%r4], 7; ret;"),
 }
