@@ -336,6 +336,8 @@ def scratch_memory(program: Program | HostProgram, tensors: Mapping[str, torch.T
     """The workspaces of `program` by name, filled with noise that differs by row (see megamoe.contract.poison)."""
     import torch
 
+    if not program.scratch:
+        return {}
     heads = {name: tensor.detach().reshape(-1).view(torch.uint8)[:SAMPLE] for name, tensor in tensors.items()}
     known = {name: (tensors[name].nbytes, head.cpu().numpy().tobytes()) for name, head in heads.items()}
     made: dict[str, torch.Tensor] = {}

@@ -234,25 +234,26 @@ def test_metadata_that_names_one_element_twice(code: int) -> None:
     assert fault.value.rule == "sparsity-metadata"
 
 
-def test_metadata_that_nobody_wrote_leaves_nothing_defined() -> None:
-    """D depends on the metadata row by row, and is stored as the result."""
+def _fault_of_metadata_at(place: str, *ahead: str) -> Fault:
+    """The fault of an mma that takes its metadata at `place`, behind the instructions `ahead`."""
     image = Image()
     a, b = integers((128, 16), np.float16, 1), integers((64, 32), np.float16, 2)
-    mma = (f"tcgen05.mma.sp.cta_group::1.kind::f16 [TM0], {operand(image, a)}, {operand(image, b)}, [TM{AT + 32}], "
+    mma = (f"tcgen05.mma.sp.cta_group::1.kind::f16 [TM0], {operand(image, a)}, {operand(image, b)}, [{place}], "
            f"{idesc('f16', 128, 64, 4)}, %no;")  # fmt: skip
     with pytest.raises(Fault) as fault:
-        run_tensor(issue(mma), [image.data], 64)
-    assert fault.value.rule == "uninitialised-tmem", str(fault.value)
+        run_tensor(issue(*ahead, mma), [image.data], 64)
+    return fault.value
+
+
+def test_metadata_that_nobody_wrote_leaves_nothing_defined() -> None:
+    """D depends on the metadata row by row, and is stored as the result."""
+    fault = _fault_of_metadata_at(f"TM{AT + 32}")
+    assert fault.rule == "uninitialised-tmem", str(fault)
 
 
 def test_metadata_behind_the_last_lane() -> None:
-    image = Image()
-    a, b = integers((128, 16), np.float16, 1), integers((64, 32), np.float16, 2)
-    mma = (f"tcgen05.mma.sp.cta_group::1.kind::f16 [TM0], {operand(image, a)}, {operand(image, b)}, "
-           f"[%w30], {idesc('f16', 128, 64, 4)}, %no;")  # fmt: skip
-    with pytest.raises(Fault) as fault:
-        run_tensor(issue("add.s32 %w30, %tm, 0x00800000;", mma), [image.data], 64)
-    assert fault.value.rule == "tmem-out-of-bounds", str(fault.value)
+    fault = _fault_of_metadata_at("%w30", "add.s32 %w30, %tm, 0x00800000;")
+    assert fault.rule == "tmem-out-of-bounds", str(fault)
 
 
 def test_sparse_and_block_scaled() -> None:

@@ -262,15 +262,6 @@ def _told_in_shared(last: str) -> Kernel:
     return Kernel(body, {"x": np.zeros(32, np.uint32), "flag": np.zeros(1, np.uint32)}, block=(64, 1, 1))
 
 
-@pytest.mark.parametrize(("module", "name"), [(quick_access, "WORTH"), (code, "OFTEN")])
-def test_machine_code_reads_what_a_lane_does_not_know_from_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
-) -> None:
-    monkeypatch.setattr(module, name, 1)
-    assert not _outcome(_told_in_shared("MEET"))[2], "the lanes have met"
-    assert "lanes-unordered" in str(_outcome(_told_in_shared("READ"))[2])
-
-
 def _given_back(last: str) -> Kernel:
     """Eight times, all lanes read, one lane arrives, and another warp overwrites; `last`: where the lanes go behind the
     last read."""
@@ -286,12 +277,21 @@ def _given_back(last: str) -> Kernel:
 
 
 @pytest.mark.parametrize(("module", "name"), [(quick_access, "WORTH"), (code, "OFTEN")])
-def test_machine_code_overwrites_what_a_lane_has_not_given_back(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+@pytest.mark.parametrize(
+    ("kernel", "past_the_meeting", "words"),
+    [(_told_in_shared, "READ", "lanes-unordered"), (_given_back, "GIVE", "which the lane has not met")],
+)
+def test_machine_code_of_shared_memory_knows_lanes_that_have_not_met(
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    name: str,
+    kernel: Callable[[str], Kernel],
+    past_the_meeting: str,
+    words: str,
 ) -> None:
     monkeypatch.setattr(module, name, 1)
-    assert not _outcome(_given_back("MEET"))[2], "the lanes have met"
-    assert "which the lane has not met" in str(_outcome(_given_back("GIVE"))[2])
+    assert not _outcome(kernel("MEET"))[2], "the lanes have met"
+    assert words in str(_outcome(kernel(past_the_meeting))[2])
 
 
 def test_rows_of_matrices_in_wrong_places_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
