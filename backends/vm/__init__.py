@@ -53,9 +53,9 @@ It does NOT notice, and why:
   counts as ordered, and a row of ldmatrix counts as read by the lane that gives its address.
 - Lanes of a warp that meet in part, or where one waits or acquires and another one releases without having met it.
   Meetings are counted by warp, and what may order some lanes counts for all, so that no finding is wrong: a wait by one
-  lane counts as a meeting for what the others stored or read before it, and so do mma.sync, shfl.sync and the like,
-  for which the ISA does not say that they order memory. What a lane has acquired before it ended counts as
-  known to the lanes of its warp that meet later. A lane that waits behind others counts as knowing what they know.
+  lane counts as a meeting for what the others stored or read before it, and so do shfl.sync, votes, wgmma and tcgen05
+  instructions, for which the ISA does not say that they order memory. What a lane has acquired before it ended counts
+  as known to the lanes of its warp that meet later. A lane that waits behind others counts as knowing what they know.
   Strong accesses are never checked by lane, as they race with nothing here, nor are operands of the tensor core,
   whichever lane issues it, and sources in global memory of another lane's cp.async.
 - In global memory: a race with any but the last reader of a byte (a mark holds one), a load with .nc of what the launch

@@ -683,7 +683,7 @@ def copy_and_fence(b: Binder) -> Step:
     to, origin = b.address(destination), b.address(source)
 
     def step(warp: Warp) -> None:
-        warp.converged("tensormap.cp_fenceproxy")
+        warp.meet("tensormap.cp_fenceproxy")
         lane = int(warp.mask.argmax())
         offset = warp.cta.own_offset(int(origin(warp)[lane]), "tensormap.cp_fenceproxy")
         target = int(to(warp)[lane])

@@ -78,7 +78,7 @@ def setmaxnreg(b: Binder) -> Step:
     one = Resize(b.words["way"], count, b.instruction.line, b.instruction.text)
 
     def step(warp: Warp) -> object:
-        warp.converged("setmaxnreg")
+        warp.meet("setmaxnreg")
         pool = warp.cta.register_pool
         pool.check_possible(warp.index, one)
         pool.resize(warp.index, one)

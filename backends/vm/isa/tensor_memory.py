@@ -76,7 +76,7 @@ def alloc(b: Binder) -> Step:
     line, group = b.instruction.line, group_of(b.words["group"])
 
     def step(warp: Warp) -> object:
-        warp.converged("tcgen05.alloc")
+        warp.meet("tcgen05.alloc")
         same_group(warp, group, "tcgen05.alloc")
         columns = uniform(warp.u32[row][warp.mask], "the column count")
         if columns not in _COUNTS:
@@ -158,7 +158,7 @@ def dealloc(b: Binder) -> Step:
     group, line = group_of(b.words["group"]), b.instruction.line
 
     def step(warp: Warp) -> object:
-        warp.converged("tcgen05.dealloc")
+        warp.meet("tcgen05.dealloc")
         same_group(warp, group, "tcgen05.dealloc")
         taddr, columns = (
             uniform(warp.u32[ra][warp.mask], "the address"),
@@ -186,7 +186,7 @@ def relinquish(b: Binder) -> Step:
     group = group_of(b.words["group"])
 
     def step(warp: Warp) -> object:
-        warp.converged("tcgen05.relinquish_alloc_permit")
+        warp.meet("tcgen05.relinquish_alloc_permit")
         same_group(warp, group, "tcgen05.relinquish_alloc_permit")
 
         def perform() -> None:
@@ -253,7 +253,7 @@ def load(b: Binder) -> Step:
     address, line = _address_row(b, a), b.instruction.line
 
     def step(warp: Warp) -> None:
-        warp.converged("tcgen05.ld")
+        warp.meet("tcgen05.ld")
         lane, column = _place(warp, address(warp), layout, "tcgen05.ld")
         tmem = warp.cta.tmem
         cells = _cells(layout, lane, column)
@@ -302,7 +302,7 @@ def store(b: Binder) -> Step:
     address, line = _address_row(b, a), b.instruction.line
 
     def step(warp: Warp) -> None:
-        warp.converged("tcgen05.st")
+        warp.meet("tcgen05.st")
         lane, column = _place(warp, address(warp), layout, "tcgen05.st")
         tmem, registers = warp.cta.tmem, warp.u32
         for cells in _cells(layout, lane, column):
@@ -333,7 +333,7 @@ def wait_load(b: Binder) -> Step:
     b.expect(0)
 
     def step(warp: Warp) -> None:
-        warp.converged("tcgen05.wait::ld")
+        warp.meet("tcgen05.wait::ld")
         for places in warp.tmem_loads.values():
             for cells in places.values():
                 warp.cta.tmem.loads_complete(cells)
@@ -348,7 +348,7 @@ def wait_store(b: Binder) -> Step:
     b.expect(0)
 
     def step(warp: Warp) -> None:
-        warp.converged("tcgen05.wait::st")
+        warp.meet("tcgen05.wait::st")
         warp.cta.tmem.stores_complete(warp.agent, warp.tmem_stores, warp.stamp)
         warp.tmem_stores.clear()
 

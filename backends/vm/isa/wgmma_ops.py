@@ -161,7 +161,7 @@ def mma_async(b: Binder) -> Step:
     shape, index_a, index_d = f"m64n{form.n} of {form.d_type}", index_of(rows_a), index_of(rows_d)
 
     def step(warp: Warp) -> None:
-        warp.converged("wgmma.mma_async")
+        warp.meet("wgmma.mma_async")
         raw_b = _descriptor(warp, descriptor_b, "B")
         raws = (raw_b,) if descriptor_a is None else (_descriptor(warp, descriptor_a, "A"), raw_b)
         group = warpgroup_of(warp)
@@ -393,7 +393,7 @@ def fence(b: Binder) -> Step:
     b.expect(0)
 
     def step(warp: Warp) -> None:
-        warp.converged("wgmma.fence")
+        warp.meet("wgmma.fence")
         part_of(warp).fence()
 
     return step
@@ -405,7 +405,7 @@ def commit_group(b: Binder) -> Step:
     b.expect(0)
 
     def step(warp: Warp) -> None:
-        warp.converged("wgmma.commit_group")
+        warp.meet("wgmma.commit_group")
         part = part_of(warp)
         part.committed.append(part.open)
         part.open = []
@@ -421,7 +421,7 @@ def wait_group(b: Binder) -> Step:
         raise b.error(f"the number of groups is {allowed}; it must be 0..7")
 
     def step(warp: Warp) -> object:
-        warp.converged("wgmma.wait_group")
+        warp.meet("wgmma.wait_group")
         group = warpgroup_of(warp)
         part = group.parts[warp.index % 4]
         last = max((item.number for item in part.covered(allowed)), default=-1)

@@ -356,6 +356,10 @@ class Warp:
             lanes = np.flatnonzero(self.alive & ~self.mask)
             raise Fault("diverged", f"{what} must be executed by all threads of the warp together; lanes "
                         f"{lanes.tolist()} are elsewhere", lane=int(lanes[0]))  # fmt: skip
+
+    def meet(self, what: str) -> None:
+        """`converged`, and what the lanes have done is ordered among them from here on (`meetings`)."""
+        self.converged(what)
         self.meetings += 1
 
     def next_epoch(self, lanes: int = EVERY, meetings: int | None = None) -> None:

@@ -3,9 +3,10 @@
 The lanes of a warp are independent threads since sm_70. The machine lets them go on together from the first common
 instruction, sooner than silicon must, so schedules never expose a missing bar.warp.sync. Clocks are per warp. This
 module tells lanes apart instead: lanes that have not met since a write (no bar.warp.sync, no other instruction that
-gathers lanes except elect.sync, no wait) are not ordered by it. Whatever may order them counts as a meeting, so that no
-finding is wrong. An arrival of one lane publishes what that lane did, and what others did before they met it (PTX ISA
-8.8). So another warp that waits only for that arrival is not ordered behind the others' later writes and reads.
+gathers lanes except elect.sync, mma.sync, ldmatrix and their kin, no wait) are not ordered by it. Whatever may order
+them counts as a meeting, so that no finding is wrong. An arrival of one lane publishes what that lane did, and what
+others did before they met it (PTX ISA 8.8). So another warp that waits only for that arrival is not ordered behind the
+others' later writes and reads.
 """
 
 from __future__ import annotations

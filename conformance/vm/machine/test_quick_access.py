@@ -80,7 +80,8 @@ def _rows_of_matrices(draw: Random) -> str:
     registers = ", ".join(f"%r{10 + i}" for i in range(count))
     begin = f"mul.lo.u32 %r1, %tx, {stride}; cvt.u64.u32 %rd3, %r1; add.u32 %r1, %r1, %r0; add.u64 %rd3, %rd3, %rd1;"
     offset = 16 * draw.randrange(8) + (4 if draw.random() < 0.05 else 0)
-    return f"{begin} ldmatrix.sync.aligned.m8n8.x{count}{turned}{spelt}.b16 {{{registers}}}, [{base} + {offset}];"
+    met = draw.choice(["", "bar.warp.sync -1; "])
+    return f"{begin} {met}ldmatrix.sync.aligned.m8n8.x{count}{turned}{spelt}.b16 {{{registers}}}, [{base} + {offset}];"
 
 
 def _outcome(kernel: Kernel) -> tuple[object, ...]:

@@ -144,12 +144,33 @@ def matrix_given_back_by_one(meet: str) -> Kernel:
     return two_warps(f"{FILLED} {LDMATRIX} {meet} @%p3 {ARRIVE} ret;", f"bar.sync 0; {OVERWRITE}")
 
 
+MULTIPLY = """mov.f32 %f0, 0f00000000;
+mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f0, %f1, %f2, %f3}, {%r1, %r1, %r1, %r1}, {%r1, %r1},
+{%f0, %f0, %f0, %f0};"""
+"""A product of what has been read. Its lanes wait for each other, which orders no memory."""
+
+
+def given_back_past_an_mma(meet: str) -> Kernel:
+    """As given_back_by_one, with an mma.sync that uses what was read ahead of the arrival."""
+    body = f"{FILLED} {READ_CELL} {MULTIPLY} {meet} @%p3 {ARRIVE} ret;"
+    return two_warps(body, f"bar.sync 0; {OVERWRITE}")
+
+
+def loaded_past_a_matrix(meet: str) -> Kernel:
+    """Each lane reads what another one stored ahead of an ldmatrix of other cells."""
+    matrix = LDMATRIX.replace("[%r2]", "[%r2 + 128]")
+    filled = "st.shared.u32 [%r4 + 128], 5; bar.sync 0;"
+    body = f"{filled} st.shared.u32 [%r4], %lane; {matrix} {meet} ld.shared.u32 %r1, [%r5];"
+    return one_warp(f"{body} st.global.u32 [%rd1], %r1; ret;")
+
+
 LANES: dict[str, Callable[[str], Kernel]] = {
     one.__name__: one
     for one in (
         awaited_by_one, overwritten_behind, copied_over, stored_under, stored_under_by_all, read_back, copied_by_each,
         arrived_for_all, acquired_by_one, polled_by_one, noticed_by_one, flagged_to_one, given_back_by_one,
-        given_back_by_flag, given_back_to_a_copy, matrix_given_back_by_one,
+        given_back_by_flag, given_back_to_a_copy, matrix_given_back_by_one, given_back_past_an_mma,
+        loaded_past_a_matrix,
     )
 }  # fmt: skip
 
