@@ -14,7 +14,6 @@ import numpy as np
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
 from backends.vm.isa.tensor_operands import GROUPS, group_of, pair, same_group
 from backends.vm.machine.access import resolve, uniform
@@ -23,7 +22,7 @@ from backends.vm.machine.undefined import BecameUndefined
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import pending_stamp
 from backends.vm.memory.shared import OFFSET_MASK
-from backends.vm.memory.tmem import COLUMNS, LANES, Index, Meeting, TensorMemory
+from backends.vm.memory.tmem import COLUMNS, LANES, Index, Meeting, TensorMemory, free_places
 from backends.vm.ptx.ast import Operand, Sink
 from backends.vm.tensor.tmem_layout import (
     RegisterMap,
@@ -98,16 +97,21 @@ def alloc(b: Binder) -> Step:
 
 def _alloc_one(warp: Warp, columns: int, line: int, give: Callable[[int], None]) -> object:
     tmem = warp.cta.tmem
-    first = tmem.find_free(columns)
-    if first is not None:
+    if places := free_places(tmem.owned, columns):
+        first = _chosen(warp, places)
         tmem.allocate(first, columns, line)
         give(first)
         return NEXT
     return Wait(
-        ready=lambda: tmem.find_free(columns) is not None,
+        ready=lambda: bool(free_places(tmem.owned, columns)),
         reason=lambda: f"{columns} free columns of tensor memory; held: {_held(tmem)}",
         again=True,
     )
+
+
+def _chosen(warp: Warp, places: list[int]) -> int:
+    """One of the free places, as another CTA of the SM may hold the others: the schedule says which."""
+    return places[warp.cta.machine.schedule.place(len(places))]
 
 
 def _held(tmem: TensorMemory) -> str:
@@ -117,14 +121,12 @@ def _held(tmem: TensorMemory) -> str:
 def _alloc_pair(warp: Warp, columns: int, offset: int, line: int, give: Callable[[int], None]) -> Wait:
     meeting, both = _collective(warp, "tcgen05.alloc", (columns, offset))
 
-    def free() -> int | None:
-        owned = both[0].tmem.owned | both[1].tmem.owned
-        return next((at for at in range(0, COLUMNS, columns) if not count_nonzero(owned[at : at + columns])), None)
+    def free() -> list[int]:
+        return free_places(both[0].tmem.owned | both[1].tmem.owned, columns)
 
     def finish() -> None:
         if meeting.first is None:
-            meeting.first = free()
-            assert meeting.first is not None
+            meeting.first = _chosen(warp, free())
             for cta in both:
                 cta.tmem.allocate(meeting.first, columns, line)
             warp.cta.machine.engine.events += 1
@@ -135,7 +137,7 @@ def _alloc_pair(warp: Warp, columns: int, offset: int, line: int, give: Callable
         return f"{columns} free columns in both CTAs; {held}" if len(meeting.ranks) == 2 else _absent(meeting, both)
 
     return Wait(
-        ready=lambda: len(meeting.ranks) == 2 and (meeting.first is not None or free() is not None),
+        ready=lambda: len(meeting.ranks) == 2 and (meeting.first is not None or bool(free())),
         reason=reason,
         finish=finish,
     )

@@ -36,6 +36,10 @@ class Schedule(Protocol):
         """The order in which `count` clusters are launched."""
         ...
 
+    def place(self, count: int) -> int:
+        """Which of `count` free places an allocation in tensor memory gets."""
+        ...
+
     def turn(self, run: Run) -> bool:
         """Move something; False if nothing can move."""
         ...
@@ -62,6 +66,10 @@ class InOrder:
     def order(self, count: int) -> list[int]:
         """Ascending."""
         return list(range(count))
+
+    def place(self, count: int) -> int:
+        """The first."""
+        return 0
 
     def turns_of(self, warps: int) -> int:
         """Each warp runs in each turn."""
@@ -107,6 +115,10 @@ class Late:
         """Ascending."""
         return list(range(count))
 
+    def place(self, count: int) -> int:
+        """The first."""
+        return 0
+
     def _is_late(self, warp: Warp) -> bool:
         if self.which == "cta":
             size = warp.cta.cluster.size
@@ -151,12 +163,17 @@ class Random:
         self.quiet_turns = 0
         self.events = 0
         self._random = random.Random(seed)
+        self._places = random.Random(f"places {seed}")
 
     def order(self, count: int) -> list[int]:
         """Shuffled."""
         order = list(range(count))
         self._random.shuffle(order)
         return order
+
+    def place(self, count: int) -> int:
+        """Any."""
+        return self._places.randrange(count)
 
     def turns_of(self, warps: int) -> int:
         """A turn runs only one warp."""

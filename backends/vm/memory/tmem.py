@@ -93,13 +93,6 @@ class TensorMemory:
     unwaited_overwrites: int = 0
     smallest: int = COLUMNS
 
-    def find_free(self, columns: int) -> int | None:
-        """First column of a free run of `columns`, aligned to that number, or None while there is none."""
-        for first in range(0, COLUMNS, columns):
-            if not count_nonzero(self.owned[first : first + columns]):
-                return first
-        return None
-
     def allocate(self, first: int, columns: int, line: int) -> None:
         """Allocate columns. The count is a power of two in 32..512, at most that of the allocation before."""
         if columns > self.smallest:
@@ -366,6 +359,11 @@ class TensorMemory:
         for index in cells:
             mine = self.writer[index]
             self.writer[index] = np.where(agent_of(mine) == agent, np.int32(stamp), mine)
+
+
+def free_places(owned: npt.NDArray[np.bool_], columns: int) -> list[int]:
+    """First columns of the free runs of `columns` columns, aligned to that number."""
+    return [at for at in range(0, COLUMNS, columns) if not count_nonzero(owned[at : at + columns])]
 
 
 def _only(stamps: Stamps) -> int | None:

@@ -380,7 +380,7 @@ def test_p_takes_the_place_of_s(hd: int) -> None:
 
 
 BEYOND = {
-    "a copy to columns behind the last": (f"add.u32 %r47, %r40, 508;\n{COPY} //!", "columns 508..515"),
+    "a copy to columns behind the last": (f"mov.b32 %r47, 508;\n{COPY} //!", "columns 508..515"),
     "a copy to columns that no address has": (f"mov.b32 %r47, 0xfffc;\n{COPY} //!", "columns 65532..65539"),
     "a copy to lanes behind the last": (f"mov.b32 %r47, 0x00100000;\n{COPY} //!", "lanes 16..143"),
     "a copy to lanes that no address has": (f"mov.b32 %r47, 0x80000000;\n{COPY} //!", "lanes 32768..32895"),
@@ -392,7 +392,7 @@ BEYOND = {
 @pytest.mark.parametrize("name", BEYOND)
 def test_tensor_memory_ends_somewhere(name: str) -> None:
     issue, said = BEYOND[name]
-    before = "add.u32 %r47, %r40, 500;"
+    before = "mov.b32 %r47, 500;"
     kernel = mma_kernel({"issue": f"{before}\n{issue}\n{COMMIT}"})
     assert_blamed(kernel, "tmem-out-of-bounds", said, "128 x 512")
 
@@ -410,8 +410,9 @@ def test_lanes_behind_the_last(bits: int) -> None:
 
 
 def test_a_load_from_columns_behind_the_last() -> None:
-    read = "add.u32 %r44, %r44, 504;\ntcgen05.ld.sync.aligned.32x32b.x16.b32 {" + ",".join(
-        f"%r{index}" for index in range(16)
+    registers = ",".join(f"%r{index}" for index in range(16))
+    load = f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {{{registers}}}, [%r44]; //!"
+    kernel = mma_kernel(
+        {"read": f"and.b32 %r44, %r44, 0xffff0000;\nadd.u32 %r44, %r44, 504;\n{load}\ntcgen05.wait::ld.sync.aligned;"}
     )
-    kernel = mma_kernel({"read": read + "}, [%r44]; //!\ntcgen05.wait::ld.sync.aligned;"})
     assert_blamed(kernel, "tmem-out-of-bounds", "columns 504..519")
