@@ -149,13 +149,12 @@ def mad_wide(b: Binder) -> Step:
     return step
 
 
-def _counted(step: Step, counter: str, outside: Callable[[Warp], Mask]) -> Step:
-    """`step` that also counts instructions with an active lane whose operands have no result in the ISA.
+def _counted(step: Step, counter: str, rule: str, outside: Callable[[Warp], Mask]) -> Step:
+    """`step` that also counts instructions with an active lane whose operands have no result in the ISA: a `rule`.
 
     Results here follow the ISA's pseudo-code or an H200; another GPU may differ. For a remainder the report is only a
     note, because compilers compute some in lanes that do not use them.
     """
-    rule = "wide-bit-field" if counter == _WIDE_FIELDS else "unspecified-result"
 
     def run(warp: Warp) -> object:
         found = outside(warp) & warp.mask
@@ -189,7 +188,7 @@ def rem(b: Binder) -> Step:
     """Remainder with the sign of the dividend. The ISA leaves a zero divisor undefined; an H200 gives all ones."""
     view = b.words["type"]
     step, row = _computed(b, view, lambda a, c: _divide(a, c, remainder=True), 2), b.source(b.operands[2], view)
-    return _counted(step, "remainders_by_zero", lambda warp: getattr(warp, view)[row] == 0)
+    return _counted(step, "remainders_by_zero", "unspecified-result", lambda warp: getattr(warp, view)[row] == 0)
 
 
 @opcode("abs.<type>", section="9.7.1.10", type="s16 s32 s64")
@@ -380,10 +379,10 @@ def bfe(b: Binder) -> Step:
         columns = zip(rows[ra].tolist(), warp.u32[rp].tolist(), warp.u32[rl].tolist(), strict=True)
         np.copyto(rows[rd], np.array([one(*column) for column in columns], rows[rd].dtype), where=warp.where)
 
-    return step if bits == 32 else _counted(step, _WIDE_FIELDS, _beyond_a_byte(rp, rl))
+    return step if bits == 32 else _counted(step, *_WIDE_FIELDS, _beyond_a_byte(rp, rl))
 
 
-_WIDE_FIELDS = "bit_fields_beyond_255"
+_WIDE_FIELDS = "bit_fields_beyond_255", "wide-bit-field"
 
 
 def _beyond_a_byte(position: int, length: int) -> Callable[[Warp], Mask]:
@@ -411,7 +410,7 @@ def bfi(b: Binder) -> Step:
         out = getattr(warp, view)[rd]
         np.copyto(out, np.array([one(*column) for column in columns], out.dtype), where=warp.where)
 
-    return step if bits == 32 else _counted(step, _WIDE_FIELDS, _beyond_a_byte(sources[2][1], sources[3][1]))
+    return step if bits == 32 else _counted(step, *_WIDE_FIELDS, _beyond_a_byte(sources[2][1], sources[3][1]))
 
 
 @opcode("lop3.b32", "lop3.<bool>.b32", section="9.7.8.6", bool="and or")

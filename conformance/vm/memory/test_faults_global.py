@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from backends.vm.executor import EXECUTOR, VmExecutor
+from backends.vm.faults import Findings
 from backends.vm.machine.machine import Machine
 from backends.vm.trace.recorder import Recorder
 from conformance.vm.kernel import (
@@ -25,6 +26,7 @@ from conformance.vm.kernel import (
     copy_kernel,
     wait,
 )
+from megamoe.cli.check import SCHEDULES
 from megamoe.contract import BufferArg, Launch, Program, RunOptions
 
 THREADS = 64
@@ -158,6 +160,27 @@ def test_overwriting_what_another_cta_has_read(poll: str, set_: str) -> None:
         assert_clean(kernel, {"out": expected})
     else:
         assert_blamed(kernel, "global-race", "byte 0 of `out` is overwritten", "of CTA (0, 0, 0) read it")
+
+
+@pytest.mark.parametrize("forgotten", [0, 1])
+@pytest.mark.parametrize("set_", ["release", "relaxed"])
+def test_overwriting_what_two_have_read(forgotten: int, set_: str) -> None:
+    """The writer waits for both readers, and `forgotten` tells it with `set_`. A byte's mark holds only its last
+    reader, so that a schedule of `megamoe check` must let each of them come last."""
+    told = [set_ if one == forgotten else "release" for one in range(2)]
+    body = f"""setp.eq.u32 %p1, %warp, 2; @%p1 bra WRITER; ld.global.b32 %r3, [%out]; setp.eq.u32 %p1, %warp, 1;
+    @%p1 bra LAST; st.{told[0]}.gpu.global.b32 [%out+128], 1; ret;
+    LAST: st.{told[1]}.gpu.global.b32 [%out+132], 1; ret;
+    WRITER: {POLL.format(poll="acquire")}
+    AGAIN: ld.acquire.gpu.global.b32 %r2, [%out+132]; setp.eq.u32 %p2, %r2, 0; @%p2 bra AGAIN;
+    st.global.b32 [%out], 7; ret;"""
+    kernel, found = Kernel(body, {"out": np.zeros(64, np.uint32)}, block=(96, 1, 1)), set[str]()
+    for schedule in SCHEDULES:
+        machine = Machine(schedule)
+        machine.findings = Findings()
+        kernel.launch(machine)
+        found |= {one.rule for one in machine.findings.by_site.values()}
+    assert found == ({"global-race"} if set_ == "relaxed" else set())
 
 
 @pytest.mark.parametrize("between", ["bar.sync 0;", ""])
