@@ -60,7 +60,7 @@ It does NOT notice, and why:
   whichever lane issues it, and sources in global memory of another lane's cp.async.
 - In global memory: a race with any but the last reader of a byte (a mark holds one; the schedules of `megamoe check`
   let different readers come last), a load with .nc of what the launch writes where another load reads the byte later,
-  and a tensor map that is read while it is changed (maps carry no proxy state).
+  and a tensor map that is changed while an earlier copy reads it, or that an earlier launch has changed.
 - In a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA
   guide, launches of another stream, and an overwrite of what an earlier launch only read by strong loads.
 - That a CTA ends before its peer has ever accessed its mbarrier: this is found only at the access.

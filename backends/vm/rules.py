@@ -74,6 +74,14 @@ _ALL = (
         "fence.proxy.async between the generic write and the asynchronous access",
     ),
     _error(
+        "tensor-map-not-acquired", "9.7.13.4",
+        "A copy uses a tensor map that the kernel has changed in global memory, with no acquire since. An H200 then "
+        "copies through the old map if the SM has used it before.",
+        "Execute fence.proxy.tensormap::generic.acquire.gpu of the map's 128 bytes in the threads that issue copies, "
+        "after the change is ordered before them.",
+        "fence.proxy.tensormap::generic.acquire of the map between the change and the copy",
+    ),
+    _error(
         "dependent-launch-not-awaited", "9.7.13.13",
         "A dependent launch accesses memory that the previous launch, which may still be running, reads or writes.",
         "Execute griddepcontrol.wait before the access.",
@@ -309,6 +317,15 @@ _ALL = (
         "CUTLASS's C++ mainloops with cp.async have no fence.",
         "Execute fence.proxy.async after cp.async.wait_group, before the barrier.",
         "fence.proxy.async between the completion of the cp.async and the asynchronous read",
+    ),
+    _relied(
+        "tensor-map-not-released", "9.7.13.4",
+        "A kernel changes a tensor map in global memory, acquires it and copies through it, but nothing has released "
+        "the change. An H200 sees it all the same.",
+        "None of the kernels in results/public.jsonl and results/witness.jsonl.",
+        "Execute fence.proxy.tensormap::generic.release.gpu after the change, or write the map with "
+        "tensormap.cp_fenceproxy.",
+        "fence.proxy.tensormap::generic.release after the change",
     ),
     _relied(
         "unfenced-overwrite", "9.7.13.4",

@@ -21,6 +21,7 @@ from conformance.vm.kernel import (
     STORE,
     SYNC,
     Kernel,
+    Map,
     X,
     assert_blamed,
     copy_kernel,
@@ -233,6 +234,21 @@ def wide_field(position: int) -> Kernel:
     return Kernel(f"mov.b32 %r1, {position}; cvt.u64.u32 %rd1, %tx; bfe.u64 %rd2, %rd1, %r1, 4; ret;")
 
 
+def remapped(release: str) -> Kernel:
+    """Each lane copies a word of a tensor map to global memory; lane 0 acquires the map and copies a box through it."""
+    body = f""".shared .align 128 .b8 box[128]; .shared .align 8 .b64 mbar; {init("mbar")}
+    shl.b32 %r1, %lane, 2; cvt.u64.u32 %rd1, %r1; add.u64 %rd2, %m, %rd1; add.u64 %rd3, %place, %rd1;
+    ld.u32 %r2, [%rd2]; st.global.u32 [%rd3], %r2; {LANES_MEET} {release}
+    fence.proxy.tensormap::generic.acquire.gpu [%place], 128;
+    setp.ne.u32 %p1, %tx, 0; mov.u32 %r4, 0; @%p1 bra END;
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 128;
+    cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [box], [%place, {{%r4}}], [mbar];
+    {wait("mbar", 0)}
+    END: ret;"""
+    buffers = {"x": np.zeros(32, np.uint32), "place": np.zeros(128, np.uint8)}
+    return Kernel(body, buffers, {"m": Map("x", "u32", [32], [], [32])}, inputs=("x",))
+
+
 GRADED = {
     "exit-with-pending-store": (copy_kernel({"drain": ""}), copy_kernel()),
     "copy-missing-proxy-fence": (copied_to_smem(""), copied_to_smem(FENCE)),
@@ -248,6 +264,7 @@ GRADED = {
     "wgmma-fence-early": (multiplied(WGMMA_FENCE, ""), multiplied("", WGMMA_FENCE)),
     "lanes-unordered": (exchanged(""), exchanged(LANES_MEET)),
     "constant-load-of-written": (constant_load("%out"), constant_load("%x")),
+    "tensor-map-not-released": (remapped(""), remapped("fence.proxy.tensormap::generic.release.gpu;")),
     "wide-bit-field": (wide_field(256), wide_field(255)),
     "unspecified-result": (
         Kernel("mov.b32 %r1, 0; rem.u32 %r2, %tx, %r1; ret;"),

@@ -238,38 +238,42 @@ def proxy_fence(b: Binder) -> Step:
 @opcode("fence.acquire.sync_restrict::shared::cluster.cluster", "fence.release.sync_restrict::shared::cta.cluster",
         section="9.7.13.4", counter="fence")  # fmt: skip
 @opcode("fence.mbarrier_init.release.cluster", section="9.7.13.4", counter="fence")
-@opcode("fence.proxy.tensormap::generic.<sem>.<scope>", section="9.7.13.4", counter="fence", sem="acquire release",
-        scope="cta cluster gpu sys")  # fmt: skip
 @opcode("membar.<scope>", section="9.7.13.4", counter="fence", scope="cta gl sys")
 def memory_fence(b: Binder) -> Step:
-    """Order memory accesses; memory itself is sequentially consistent here. A relaxed arrival releases what precedes
-    the last releasing fence, and only within the CTA if that fence has scope .cta. What relaxed waits observed counts
-    as acquired after an acquiring fence. Relaxed accesses to global memory need a fence of gpu scope."""
-    b.expect(2 if "proxy" in b.instruction.parts and "acquire" in b.instruction.parts else 0)
-    wide, narrow = b.instruction.parts[-1] in ("gpu", "sys", "gl"), b.instruction.parts[-1] == "cta"
-    releases, acquires = "acquire" not in b.instruction.parts, "release" not in b.instruction.parts
-    announces = "mbarrier_init" in b.instruction.parts
+    """Order memory accesses."""
+    b.expect(0)
+    parts = b.instruction.parts
+    scope, releases, acquires = parts[-1], "acquire" not in parts, "release" not in parts
+    if "mbarrier_init" not in parts:
+        return lambda warp: order_memory(warp, scope, acquires=acquires, releases=releases)
 
-    def step(warp: Warp) -> None:
-        grid = warp.clock.grid_part() if wide else None
-        noticed = (acquires and warp.noticed) or (grid is not None and grid.noticed)
-        before = warp.acquiring() if noticed else None
-        if acquires:
-            for carried in warp.noticed.values():
-                carried.take(warp.clock, warp.cta.place.cta_rank, narrow=narrow)
-            if not narrow:
-                warp.noticed.clear()
-        if grid is not None:
-            grid.fence(warp.agents.serial, warp.clock.seen)
-        if before is not None:
-            warp.have_acquired(before)
-        if announces:
-            for barrier in warp.cta.mbarriers.values():
-                barrier.announced |= barrier.creator == warp.agent
-        if releases:
-            warp.released_to_cta.join(warp.clock)
-            if not narrow:
-                warp.released.join(warp.clock)
-        warp.next_epoch(warp.active_bits() if releases else EVERY)
+    def announce(warp: Warp) -> None:
+        for barrier in warp.cta.mbarriers.values():
+            barrier.announced |= barrier.creator == warp.agent
+        order_memory(warp, scope, acquires=acquires, releases=releases)
 
-    return step
+    return announce
+
+
+def order_memory(warp: Warp, scope: str, *, acquires: bool = True, releases: bool = True) -> None:
+    """A fence; memory itself is sequentially consistent here. A relaxed arrival releases what precedes the last
+    releasing fence, and only within the CTA if that fence has scope .cta. What relaxed waits observed counts as
+    acquired after an acquiring fence. Relaxed accesses to global memory need a fence of gpu scope."""
+    wide, narrow = scope in ("gpu", "sys", "gl"), scope == "cta"
+    grid = warp.clock.grid_part() if wide else None
+    noticed = (acquires and warp.noticed) or (grid is not None and grid.noticed)
+    before = warp.acquiring() if noticed else None
+    if acquires:
+        for carried in warp.noticed.values():
+            carried.take(warp.clock, warp.cta.place.cta_rank, narrow=narrow)
+        if not narrow:
+            warp.noticed.clear()
+    if grid is not None:
+        grid.fence(warp.agents.serial, warp.clock.seen)
+    if before is not None:
+        warp.have_acquired(before)
+    if releases:
+        warp.released_to_cta.join(warp.clock)
+        if not narrow:
+            warp.released.join(warp.clock)
+    warp.next_epoch(warp.active_bits() if releases else EVERY)

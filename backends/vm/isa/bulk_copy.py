@@ -20,11 +20,12 @@ from backends.vm.memory.clocks import Clock, stamp
 from backends.vm.memory.definedness import Missing, lost_in_reduction
 from backends.vm.memory.global_memory import Buffer
 from backends.vm.memory.global_races import Pieces
+from backends.vm.memory.map_fences import MAP_HALF
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.pieces import read_pieces, write_pieces
 from backends.vm.memory.shared import MAX_DYNAMIC, OFFSET_MASK, RANK_SHIFT
 from backends.vm.ptx.ast import Address, Operand
-from backends.vm.tensor.tensor_map import MAP_BYTES, ORDINALS, TensorMap, decode_tensor_map, replace_field
+from backends.vm.tensor.tensor_map import TensorMap, decode_tensor_map
 from backends.vm.tensor.tma_box import (
     REDUCED_TYPES,
     BoxPlan,
@@ -158,7 +159,9 @@ class _TensorOperand:
         address = int(self._address(warp)[lane])
         if address % 64:
             raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=address)
-        return decode_tensor_map(warp.cta.machine.read_generic(address, MAP_BYTES // 2).tobytes())
+        machine = warp.cta.machine
+        machine.races.maps.use(machine.memory, address, warp, lane)
+        return decode_tensor_map(machine.read_generic(address, MAP_HALF).tobytes())
 
     def coordinates(self, warp: Warp, lane: int) -> list[int]:
         """Coordinates, dimension 0 first."""
@@ -595,103 +598,3 @@ def prefetch(b: Binder) -> Step:
     if b.words.get("mode") == "im2col":
         _offsets(b, b.hinted(2)[1])
     return lambda warp: None
-
-
-# Tensor maps changed by the kernel: tensormap.replace and tensormap.cp_fenceproxy (PTX ISA 9.7.9.28, 9.7.13.16).
-# Global memory keeps no record of proxies here, so a missing fence.proxy.tensormap is not found.
-
-
-_SPACES = "global shared::cta"
-_HALF = MAP_BYTES // 2
-"""Bytes of the lower half of a map, which holds all fields. Kernels leave the upper half unwritten."""
-
-
-def _changed(warp: Warp, space: str, address: int, lane: int, line: int, change: Callable[[bytes], bytes]) -> None:
-    """Apply `change` to the tensor map at `address`."""
-    if address % 64:
-        raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=address)
-    where, found = resolve(space, np.array([address], np.int64))
-    at, memory = int(found[0]), warp.cta.machine.memory
-    if where.startswith("shared"):
-        at = warp.cta.own_offset(at, "tensormap.replace")
-        lower = np.array([at], np.int64)
-        raw = _from_smem(warp, at).tobytes()
-        warp.cta.smem.store(lower, _lower_half(change(raw.ljust(MAP_BYTES, b"\0"))), warp.clock, warp.stamp, line)
-    elif where == "global":
-        lower = np.array([at], np.int64)
-        memory.store(lower, _lower_half(change(memory.load(lower, _HALF).tobytes().ljust(MAP_BYTES, b"\0"))))
-    else:
-        raise Fault("out-of-bounds", f"tensormap.replace in {where} memory; it takes global and shared::cta",
-                    lane=lane, address=address)  # fmt: skip
-
-
-def _from_smem(warp: Warp, offset: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Half of a map. Reports an undefined byte in it."""
-    smem = warp.cta.smem
-    found, missing = smem.load(np.array([offset], np.int64), _HALF, warp.clock, warp.stamp)
-    if missing is not None:
-        at = offset + int(missing.argmax())
-        report(smem.origin_of(at, 0).fault(f"byte {at - offset} of half a tensor map decides a copy", address=at))
-    return found
-
-
-def _lower_half(raw: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    return np.frombuffer(raw, np.uint8).reshape(2, _HALF)[:1]
-
-
-_CONSTANT_FIELDS = ("elemtype", "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode")
-
-
-@opcode("tensormap.replace.tile.<field>{.<space>}.b1024.b64", section="9.7.9.28", counter="tma", space=_SPACES,
-        field="global_address global_stride")  # fmt: skip
-@opcode("tensormap.replace.tile.<field>{.<space>}.b1024.b32", section="9.7.9.28", counter="tma", space=_SPACES,
-        field="rank box_dim global_dim element_stride elemtype interleave_layout swizzle_mode swizzle_atomicity "
-        "fill_mode")  # fmt: skip
-def replace(b: Binder) -> Step:
-    """`[addr] {, ordinal}, value`: replace one field of the map in memory."""
-    field, space = b.words["field"], b.words["space"].partition("::")[0]
-    counted = field in ORDINALS
-    operands = b.expect(3 if counted else 2)
-    ordinal = b.immediate(operands[1]) if counted else 0
-    if counted and not 0 <= ordinal < ORDINALS[field]:
-        raise b.error(f"the ordinal {ordinal} of {field}; it must be 0..{ORDINALS[field] - 1}")
-    if field in _CONSTANT_FIELDS:
-        b.immediate(operands[-1])
-    view = "u64" if b.instruction.parts[-1] == "b64" else "u32"
-    address, row, line = b.address(operands[0]), b.source(operands[-1], view), b.instruction.line
-
-    def step(warp: Warp) -> None:
-        values = warp.u64[row] if view == "u64" else warp.u32[row]
-        for lane in active(warp).tolist():
-            value = int(values[lane])
-
-            def change(raw: bytes, value: int = value) -> bytes:
-                return replace_field(raw, field, ordinal, value)
-
-            _changed(warp, space, int(address(warp)[lane]), lane, line, change)
-
-    return step
-
-
-@opcode("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.<scope>.sync.aligned",
-        section="9.7.13.16", counter="tma", scope="cta cluster gpu sys")  # fmt: skip
-def copy_and_fence(b: Binder) -> Step:
-    """`[global], [shared], 128`: copy a map to global memory for the TMA unit, once per warp."""
-    destination, source, size = b.expect(3)
-    if b.immediate(size) != MAP_BYTES:
-        raise b.error(f"the size is {b.immediate(size)}; it must be {MAP_BYTES}")
-    to, origin = b.address(destination), b.address(source)
-
-    def step(warp: Warp) -> None:
-        warp.meet("tensormap.cp_fenceproxy")
-        lane = int(warp.mask.argmax())
-        offset = warp.cta.own_offset(int(origin(warp)[lane]), "tensormap.cp_fenceproxy")
-        target = int(to(warp)[lane])
-        if target % 64:
-            raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=target)
-        smem, memory = warp.cta.smem, warp.cta.machine.memory
-        for half in (0, _HALF):
-            if not half or smem.defined[offset + half : offset + half + _HALF].all():
-                memory.store(np.array([target + half], np.int64), _from_smem(warp, offset + half))
-
-    return step

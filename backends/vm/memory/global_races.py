@@ -48,6 +48,7 @@ from backends.vm.memory.global_memory import Buffer, Bytes, GlobalMemory
 from backends.vm.memory.lane_acquires import LaneAcquires
 from backends.vm.memory.lane_releases import MAX_AGENTS, LaneReleases
 from backends.vm.memory.lanes import LaneMarks
+from backends.vm.memory.map_fences import MAP_HALF, MapFences
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +284,7 @@ class GlobalRaces:
         self.releases: dict[int, LaneReleases] = {}
         self.chain = LaunchChain()
         self.stored = False
+        self.maps = MapFences(self)
         self._shadows: dict[int, Shadow] = {}
         self._places: list[MemoryWords] = []
         self._partial = np.zeros(MAX_AGENTS, np.bool_)
@@ -297,6 +299,7 @@ class GlobalRaces:
         self._shadows = {}
         self._places = []
         self.stored = False
+        self.maps = MapFences(self)
 
     def begin_cluster(self, first: Dim3) -> int:
         """Register a cluster that begins at CTA `first`. Returns its serial number."""
@@ -374,6 +377,26 @@ class GlobalRaces:
         shadow.writer[granules] = warp.agents.mark | stamp
         shadow.line[granules] = line
         shadow.lanes.note(granules, lanes, 0 if strong or lanes is None else warp.meetings)
+
+    def map_changes(self, memory: GlobalMemory, address: int, warp: Accessor, *, used: bool) -> dict[int, int]:
+        """Marks and PTX lines of this launch's writes to the tensor map at `address` that are ordered before `warp`.
+
+        `used`: the map is being used, so that a write which is not ordered before is a race.
+        """
+        buffer = memory.holding(address)
+        shadow = None if buffer is None or not buffer.writable else self._shadows.get(buffer.base)
+        if buffer is None or shadow is None or address + MAP_HALF > buffer.end:
+            return {}
+        granules = shadow.granules(np.array([address], np.int64), MAP_HALF)
+        marks = shadow.writer[granules]
+        if not count_nonzero(marks):
+            return {}
+        if used:
+            self._check(
+                GlobalAccesses("is used as a tensor map", buffer, shadow, granules, warp, None, False), shadow.writer
+            )
+        changed = (marks != 0) & ~_late(marks, warp)
+        return dict(zip(marks[changed].tolist(), shadow.line[granules][changed].tolist(), strict=True))
 
     def place(self, buffer: Buffer, size: int, clock: Clock) -> MemoryWords | None:
         """`buffer` and its marks for machine code, for accesses of `size` bytes by the owner of `clock`.
@@ -455,7 +478,7 @@ class GlobalRaces:
         if wrote and (same := accesses.written_before()) is not None:
             late &= ~(same & (agent_of(found & STAMP_MASK) < warp.agents.first_engine))
         for access, at, line in shadow.one_a_line(accesses.granules, late, writes=wrote):
-            offset, who = shadow.offset_in(buffer, at), self._name(int(marks[at]), warp)
+            offset, who = shadow.offset_in(buffer, at), self.name(int(marks[at]), warp)
             did = "wrote" if wrote else "read"
             report(Fault("global-race", f"byte {offset} of `{buffer.name}` {accesses.action}, but nothing orders that "
                          f"after {who} {did} it{at_line(line)}: a barrier, or a release and an acquire of gpu scope, "
@@ -497,7 +520,7 @@ class GlobalRaces:
         for access, at, line in shadow.one_a_line(granules, loose, writes=True):
             mark, lane = int(shadow.writer[at]), int(shadow.lanes.lane[at])
             serial, agent, _ = parts_of(mark)
-            who = f"lane {lane} of {self._name(mark, warp)}"
+            who = f"lane {lane} of {self.name(mark, warp)}"
             why = self.releases[serial].missing_meeting(agent, lane, int(shadow.lanes.met[at]))
             accesses.report_lanes(access, at, f"after {who} wrote it at PTX line {line}; {why}",
                                  OtherAccess(who, "wrote", line))  # fmt: skip
@@ -511,7 +534,7 @@ class GlobalRaces:
         unknown = warp.acquires.unknown(marks[accesses.granules], lanes, warp.known(), own)
         wrote = marks is shadow.writer
         for access, at, line in shadow.one_a_line(accesses.granules, unknown, writes=wrote):
-            who, did = self._name(int(marks[at]), warp), "wrote" if wrote else "read"
+            who, did = self.name(int(marks[at]), warp), "wrote" if wrote else "read"
             accesses.report_lanes(access, at, f"by lane {lanes[access]} after {who} {did} it at PTX line {line}; what "
                                  "orders that is an acquire by other lanes, which the lane has not met since: "
                                  "bar.warp.sync is missing behind the acquire",
@@ -526,13 +549,14 @@ class GlobalRaces:
         if not count_nonzero(late):
             return
         for _, at, line in shadow.one_a_line(accesses.granules, late, writes=True):
-            offset, who = shadow.offset_in(buffer, at), self._name(int(shadow.writer[at]), warp)
+            offset, who = shadow.offset_in(buffer, at), self.name(int(shadow.writer[at]), warp)
             report(Fault("missing-proxy-fence", f"a bulk copy {does} byte {offset} of `{buffer.name}`, which {who} "
                          f"wrote at PTX line {line} through the generic proxy with no fence.proxy.async of global "
                          "memory in between", address=buffer.base + offset,
                          other=OtherAccess(who, "wrote", line)))  # fmt: skip
 
-    def _name(self, mark: int, warp: Accessor) -> str:
+    def name(self, mark: int, warp: Accessor) -> str:
+        """The agent of a mark in reports."""
         agents, serial = warp.agents, mark >> CLUSTER_SHIFT
         name = agents.name(int(agent_of(mark & STAMP_MASK)))
         if serial == agents.serial:
