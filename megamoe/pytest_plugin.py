@@ -21,8 +21,6 @@ import pytest
 if TYPE_CHECKING:
     from megamoe.vm import Device
 
-_SELDOM = 100_000, 50, 100
-"""Thresholds of the collector. Imports and launches make many objects and few cycles."""
 _DEVICE = pytest.StashKey["Device"]()
 _FAULTS = pytest.StashKey[list[Exception]]()
 
@@ -81,9 +79,11 @@ def pytest_configure(config: pytest.Config) -> None:
                 _check_writable(file)
     except (UnsupportedError, ValueError) as refused:
         raise pytest.UsageError(f"--megamoe-vm: {refused}") from None
+    from megamoe.runner.child import collect_seldom
+
     # Torch takes seconds to import, so the options are checked first.
     opened.callback(gc.set_threshold, *gc.get_threshold())
-    gc.set_threshold(*_SELDOM)
+    collect_seldom()
     from megamoe import torch_cuda
 
     opened.enter_context(torch_cuda.on_host(target, sm_count))

@@ -49,7 +49,7 @@ MEGAMOE = {
     "torch_cuda": "contract vm",
     # The API for PyTorch users. megamoe/__init__.py exports its names lazily.
     "torch_ops": "megamoe contract codec spec",
-    "pytest_plugin": "contract vm torch_cuda triton cutedsl findings export",
+    "pytest_plugin": "contract runner vm torch_cuda triton cutedsl findings export",
     "__main__": "cli",
 }
 VM = {
