@@ -1,5 +1,7 @@
 """`python -m conformance.witness [--only TEXT] [--sources DIR]`: examines every witness and writes the record.
 
+`--schedule NAME` runs them under one schedule instead and writes nothing.
+
 Each target has its own process, because the compiler reads its target once. A witness that takes too long, or ends its
 process, gets that as its reason.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import TimeoutError as OverTime
 from importlib import metadata
 from itertools import groupby
@@ -17,8 +19,9 @@ from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
 
+from backends.vm.machine.scheduler import schedule
 from conformance.witness import public
-from conformance.witness.examination import WITNESSES, Examination, examine, settle
+from conformance.witness.examination import SCHEDULES, WITNESSES, Examination, examine, settle
 from conformance.witness.record import (
     OPCODES,
     RECORD,
@@ -40,14 +43,14 @@ def _lost(witness: Witness, reason: str) -> Examination:
     return Examination(row, frozenset())
 
 
-def _examined(chosen: list[Witness]) -> list[Examination]:
+def _examined(chosen: list[Witness], schedules: Sequence[str]) -> list[Examination]:
     found: list[Examination] = []
     spawn = multiprocessing.get_context("spawn")
     for target, members in groupby(chosen, key=lambda one: one.target):
         with ProcessPool(1, context=spawn, initializer=settle, initargs=(target,)) as pool:
             for witness in members:
                 try:
-                    one = pool.schedule(examine, args=(witness.name,), timeout=LIMIT_SECONDS).result()
+                    one = pool.schedule(examine, args=(witness.name, schedules), timeout=LIMIT_SECONDS).result()
                 except OverTime:
                     one = _lost(witness, f"it did not end in {LIMIT_SECONDS} s")
                 except ProcessExpired as gone:
@@ -68,6 +71,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="conformance.witness", description=__doc__)
     parser.add_argument("--only", default="", help="examine those whose name contains this, and write no record")
     parser.add_argument("--sources", type=Path, help="checkouts of public repositories, as owner+name or name: run too")
+    parser.add_argument("--schedule", metavar="NAME", default="", help="run under this one, e.g. random:3; no record")
     parser.add_argument("--resume", action="store_true", help="with --sources: what is not right yet, and no wheel's")
     parser.add_argument("--doors", action="store_true", help="measure what a launch by each door costs, and no more")
     given = parser.parse_args(arguments)
@@ -76,18 +80,27 @@ def main(arguments: list[str]) -> int:
 
         door_overhead.renew()
         return 0
+    if given.schedule:
+        try:
+            schedule(given.schedule)
+        except ValueError as unknown:
+            print(unknown)
+            return 2
     only = given.only
     chosen = [] if given.resume else [one for one in WITNESSES if only in one.name]
     if given.sources is not None:
         if not given.sources.is_dir():
             print(f"--sources must name a folder with checkouts of public repositories; {given.sources} is none")
             return 2
-        wrong = not public.renew(given.sources.resolve(), only, given.resume)
-        return max(_of_wheels(chosen, only), int(wrong)) if chosen else int(wrong)
+        sources = given.sources.resolve()
+        good = (
+            public.tried(sources, only, given.schedule) if given.schedule else public.renew(sources, only, given.resume)
+        )
+        return max(_of_wheels(chosen, only, given.schedule), int(not good)) if chosen else int(not good)
     if not chosen:
         print(f"no witness has {only!r} in its name; there are: {', '.join(one.name for one in WITNESSES)}")
         return 2
-    return _of_wheels(chosen, only)
+    return _of_wheels(chosen, only, given.schedule)
 
 
 def absent(packages: Iterable[str]) -> list[str]:
@@ -95,13 +108,13 @@ def absent(packages: Iterable[str]) -> list[str]:
     return sorted({name for name in packages if installed_version(name) is None})
 
 
-def _of_wheels(chosen: list[Witness], only: str) -> int:
+def _of_wheels(chosen: list[Witness], only: str, schedule: str) -> int:
     if lacking := absent(one.package for one in chosen):
         print(f"not installed, so that no witness of a wheel is examined: {', '.join(lacking)}. Run: nox -s witness")
         return 2
-    found = _examined(chosen)
+    found = _examined(chosen, (schedule,) if schedule else SCHEDULES)
     rows = [one.row for one in found]
-    if not only:
+    if not only and not schedule:
         opcodes: dict[str, set[str]] = {}
         for one in found:
             opcodes.setdefault(one.row.package, set()).update(one.opcodes)

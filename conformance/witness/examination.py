@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -58,8 +59,8 @@ def settle(target: Target) -> None:
     cutlass.utils.HardwareInfo = NoDevice  # type: ignore[misc,assignment]
 
 
-def examine(name: str) -> Examination:
-    """Compiles the named witness, runs it under every schedule and judges it; the row says what failed."""
+def examine(name: str, schedules: Sequence[str] = SCHEDULES) -> Examination:
+    """Compiles the named witness, runs it under each of `schedules` and judges it; the row says what failed."""
     witness = next(one for one in WITNESSES if one.name == name)
     begin = time.perf_counter()
     try:
@@ -69,7 +70,7 @@ def examine(name: str) -> Examination:
         return Examination(_row(witness, refused, time.perf_counter() - begin, 0.0), frozenset())
     compiled = time.perf_counter() - begin
     runs: list[_Run] = []
-    for schedule in SCHEDULES:
+    for schedule in schedules:
         runs.append(_run(call, schedule))
         if runs[-1].status != "pass":
             break

@@ -51,6 +51,8 @@ LIMIT_SECONDS = 600
 SM_COUNT = 2
 """The number of SMs that persistent kernels see: so few that each CTA has two tiles of a small problem."""
 STEP_BUDGET = 40_000_000
+RECORDED = "eager"
+"""The schedule of the record."""
 PACKAGES = "packages"
 """The folder beside the checkouts with imports of theirs that the environment lacks: `pip install --target`."""
 
@@ -192,8 +194,10 @@ def settle(target: Target, package: str = "") -> None:
         nvidia.cublas.CublasLt = lambda workspace: None
 
 
-def _device(case: PublicCase) -> Counted:
-    device = Counted(case.target, sm_count=SM_COUNT, step_budget=STEP_BUDGET, profile="lenient", suppress=ARGUED)
+def _device(case: PublicCase, schedule: str) -> Counted:
+    device = Counted(
+        case.target, schedule=schedule, sm_count=SM_COUNT, step_budget=STEP_BUDGET, profile="lenient", suppress=ARGUED
+    )
     device.reported = _nothing
     device.printed = _nothing
     _open_doors(case, device)
@@ -215,8 +219,8 @@ def _open_doors(case: PublicCase, device: Device) -> None:
         cutedsl.install(device)
 
 
-def judged(case: PublicCase, sources: str) -> PublicRow:
-    """Runs a case and returns its row."""
+def judged(case: PublicCase, sources: str, schedule: str = RECORDED) -> PublicRow:
+    """Runs a case under `schedule` and returns its row."""
     row = blank(case, Path(sources))
     if row.reason:
         return row
@@ -225,7 +229,7 @@ def judged(case: PublicCase, sources: str) -> PublicRow:
     folder = case.checkout.folder(Path(sources))
     assert folder is not None, "blank has looked"
     begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-    device = _device(case)
+    device = _device(case, schedule)
     status, reason = "ok", ""
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -402,8 +406,8 @@ def blank(case: PublicCase, sources: Path | None) -> PublicRow:
     )  # fmt: skip
 
 
-def examined(chosen: Iterable[PublicCase], sources: Path) -> Iterator[PublicRow]:
-    """Yields the rows of the cases as they finish; each target has its own process."""
+def examined(chosen: Iterable[PublicCase], sources: Path, schedule: str = RECORDED) -> Iterator[PublicRow]:
+    """Yields the rows of the cases as they finish under `schedule`; each target has its own process."""
     spawn = multiprocessing.get_context("spawn")
     ready = dict[tuple[Target, str], list[tuple[PublicCase, PublicRow]]]()
     for case in chosen:
@@ -417,7 +421,7 @@ def examined(chosen: Iterable[PublicCase], sources: Path) -> Iterator[PublicRow]
         with ProcessPool(1, context=spawn, initializer=settle, initargs=place) as pool:
             for case, row in members:
                 try:
-                    row = pool.schedule(judged, args=(case, str(sources)), timeout=LIMIT_SECONDS).result()
+                    row = pool.schedule(judged, args=(case, str(sources), schedule), timeout=LIMIT_SECONDS).result()
                 except OverTime:
                     row = replace(row, status="timed_out", reason=f"it did not end in {LIMIT_SECONDS} s")
                 except ProcessExpired as gone:
@@ -440,9 +444,30 @@ def renew(sources: Path, only: str = "", resume: bool = False) -> bool:
     for row in examined(chosen, sources):
         rows[row.name] = row
         good &= row.status in (*SETTLED, "not_run")
-        said = ": ".join(filter(None, (row.name, row.reason, "; ".join(row.errors))))
-        print(f"{row.status:11} {row.cpu_seconds:6.1f} s  {said}", flush=True)
+        _say(row)
         write_file(RECORD, rows_as_text(rows.values()), "the record of public kernels", durable=False)
     write_file(RECORD, rows_as_text(rows.values()), "the record of public kernels")
     write_file(TABLE, table(list(rows.values())), "the table of public kernels", durable=False)
     return good
+
+
+def tried(sources: Path, only: str, schedule: str) -> bool:
+    """Runs the cases whose name contains `only` under `schedule` and writes no record. Returns whether all are right.
+
+    Prints at the end how many are "ok", which those with an argued finding are not.
+    """
+    ran = list[PublicRow]()
+    good = True
+    for row in examined([case for case in cases() if only in case.name], sources, schedule):
+        good &= row.status in (*SETTLED, "not_run")
+        _say(row)
+        if row.status not in ("uncompiled", "not_run"):
+            ran.append(row)
+    fine = sum(row.status == "ok" for row in ran)
+    print(f"{fine} of {len(ran)} cases that ran are right and without a finding of grade error under {schedule}")
+    return good
+
+
+def _say(row: PublicRow) -> None:
+    said = ": ".join(filter(None, (row.name, row.reason, "; ".join(row.errors))))
+    print(f"{row.status:11} {row.cpu_seconds:6.1f} s  {said}", flush=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conformance.witness import public
-from conformance.witness.__main__ import absent
-from conformance.witness.public import MAIN, Checkout, PublicCase, blank, cases
-from conformance.witness.public_record import ARGUED, DOORS, RECORD, TABLE, read_rows, table
+from conformance.witness.__main__ import absent, main
+from conformance.witness.public import MAIN, Checkout, Counted, PublicCase, blank, cases
+from conformance.witness.public_record import ARGUED, DOORS, RECORD, TABLE, PublicRow, read_rows, table
 from megamoe.findings import read_suppressions
 
 ROWS = read_rows(RECORD.read_text("utf-8"))
@@ -78,6 +80,46 @@ def test_what_a_program_does_has_its_status(
     row = public.judged(case, str(tmp_path))
     assert (row.status, said in row.reason) == (status, True), f"{row.status}: {row.reason}"
     assert str(tmp_path) not in row.reason, "a row names a folder of this machine"
+
+
+def test_a_schedule_is_tried_and_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def examined(chosen: Iterable[PublicCase], sources: Path, schedule: str) -> Iterator[PublicRow]:
+        asked.append(schedule)
+        for case in chosen:
+            yield replace(blank(case, None), status="argued", reason="", errors=("race",))
+            yield replace(blank(case, None), status="ok", reason="")
+            yield blank(case, None)
+
+    case = PublicCase("Programs", HERE, "program.py", "sm_90a", MAIN, {"options": ""})
+    monkeypatch.setattr(public, "examined", examined)
+    monkeypatch.setattr(public, "cases", lambda: (case, replace(case, family="Others")))
+    monkeypatch.setattr(public, "RECORD", tmp_path / "public.jsonl")
+    assert main(["--sources", str(tmp_path), "--only", "Programs", "--schedule", "random:3"]) == 0
+    assert asked == ["random:3"]
+    assert "1 of 2 cases that ran are right and without a finding" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir()), "a record was written"
+    assert main(["--schedule", "sometimes"]) == 2
+    assert "no schedule is called 'sometimes'" in capsys.readouterr().out
+
+
+def test_a_case_runs_under_its_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noted(Counted):
+        def __init__(self, target: str, **options: Any) -> None:
+            names.append(options["schedule"])
+            super().__init__(target, **options)
+
+    names: list[str] = []
+    monkeypatch.setattr(public, "Counted", Noted)
+    monkeypatch.setattr(public, "_open_doors", lambda case, device: None)
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "program.py").write_text("pass")
+    case = PublicCase("Programs", HERE, "program.py", "sm_90a", MAIN, {"options": ""})
+    public.judged(case, str(tmp_path), "random:3")
+    assert names == ["random:3"]
 
 
 def test_what_is_not_there_is_not_run(tmp_path: Path) -> None:
