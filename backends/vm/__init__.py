@@ -66,7 +66,7 @@ It does NOT notice, and why:
 - That a CTA ends before its peer has ever accessed its mbarrier: this is found only at the access.
 - Two CTAs of one SM that wait for each other because one lacks the tensor memory that the other holds: each CTA has a
   tensor memory of its own, since nothing places CTAs on SMs here. A random schedule gives an allocation any free place,
-  as if another CTA held the rest.
+  as if another CTA held the rest, if two CTAs of the kernel have room on one SM.
 - Warps that spin for ever and in doing so change global memory, or shared memory by atomics and strong stores: the step
   budget ends them, not `deadlock`.
 - Accesses that are too early but happen to be ordered by every schedule tried: it tests schedules, it proves nothing.

@@ -21,7 +21,7 @@ from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.undefined import BecameUndefined
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import pending_stamp
-from backends.vm.memory.shared import OFFSET_MASK
+from backends.vm.memory.shared import OFFSET_MASK, SM_SHARED
 from backends.vm.memory.tmem import COLUMNS, LANES, Index, Meeting, TensorMemory, free_places
 from backends.vm.ptx.ast import Operand, Sink
 from backends.vm.tensor.tmem_layout import (
@@ -110,8 +110,12 @@ def _alloc_one(warp: Warp, columns: int, line: int, give: Callable[[int], None])
 
 
 def _chosen(warp: Warp, places: list[int]) -> int:
-    """One of the free places, as another CTA of the SM may hold the others: the schedule says which."""
-    return places[warp.cta.machine.schedule.place(len(places))]
+    """One of the free places: the schedule says which, as another CTA of the kernel may hold the others.
+
+    If shared memory has no room for two CTAs on an SM, it is the first. DeepGEMM relies on that.
+    """
+    alone = 2 * warp.cta.smem.size > SM_SHARED
+    return places[0 if alone else warp.cta.machine.schedule.place(len(places))]
 
 
 def _held(tmem: TensorMemory) -> str:

@@ -46,6 +46,9 @@ RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 MAX_DYNAMIC = 232448
 """Bytes of dynamic shared memory that a CTA may have on sm_90 and sm_100 (facts.md 0.1)."""
+SM_SHARED = 228 << 10
+"""Bytes of shared memory that the CTAs of an SM have together, with the reserved ones (CUDA programming guide, compute
+capabilities 9.0 and 10.0)."""
 
 
 # Reused, because making arrays for readings is slow; most of them stay all but empty.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -277,6 +279,12 @@ def test_an_allocation_is_anywhere() -> None:
     found = {name: _rules_of(mma_kernel(PLACE_ASSUMED), name) for name in EVERY_SCHEDULE}
     assert not found["eager"], "an ordered schedule gives the first place"
     assert any(found[f"random:{seed}"] == "tmem-not-allocated" for seed in range(4)), f"nothing is found: {found}"
+
+
+def test_an_allocation_of_a_cta_that_fills_the_sm_is_first() -> None:
+    """DeepGEMM asserts the address 0, and that no two of its CTAs share an SM."""
+    kernel = replace(mma_kernel(PLACE_ASSUMED), dynamic_smem=160 << 10)
+    assert not any(_rules_of(kernel, schedule) for schedule in EVERY_SCHEDULE)
 
 
 def _rules_of(kernel: Kernel, schedule: str) -> str:
