@@ -126,7 +126,7 @@ def _scale(tensors: Tensors) -> None:
 
 
 def _dawdle(tensors: Tensors) -> None:
-    time.sleep(1.0)
+    time.sleep(0.3)
 
 
 BEHAVIOURS: dict[str, Callable[[Tensors], None]] = {

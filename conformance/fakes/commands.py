@@ -26,10 +26,14 @@ PYTEST: Final = ("-m", "pytest", "-W", "ignore::pytest.PytestAssertRewriteWarnin
 def python(
     *arguments: str, cwd: Path, env: Mapping[str, str] | None = None, seconds: float = 120.0
 ) -> CompletedProcess[str]:
-    """What `python ARGUMENTS` does in the folder `cwd`. ARGUMENTS begin with a file, or with -m and a module."""
+    """What `python ARGUMENTS` does in the folder `cwd`. ARGUMENTS begin with a file, or with -m and a module.
+
+    Without `env`, its pytest does not load the plugin of Hypothesis, whose summary imports all of Hypothesis.
+    """
     with tempfile.TemporaryDirectory() as name:
         out, err = Path(name, "out"), Path(name, "err")
-        told = (list(arguments), cwd, dict(environment_of_servers() if env is None else env), out, err)
+        env = {**environment_of_servers(), "PYTEST_ADDOPTS": "-p no:hypothesispytest"} if env is None else env
+        told = (list(arguments), cwd, dict(env), out, err)
         with interrupts_held_back():
             child = server_of_forks().Process(target=_become, args=told)
             child.start()
