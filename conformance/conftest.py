@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Loads the profile of CI or the default one, unless --hypothesis-profile is given."""
-    if not config.getoption("--hypothesis-profile"):
+    if not config.getoption("--hypothesis-profile", None):
         settings.load_profile("ci" if _in_ci() else "default")
 
 

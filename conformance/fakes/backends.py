@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +22,7 @@ import torch
 
 from megamoe.contract import Case, Execution, Program, RunOptions, Target, UnsupportedError
 from megamoe.ops import reference
+from megamoe.runner import process
 from megamoe.runner.wire import Frame
 from megamoe.spec.load import load_specs
 from megamoe.spec.spec import Spec
@@ -123,7 +126,7 @@ def _scale(tensors: Tensors) -> None:
 
 
 def _dawdle(tensors: Tensors) -> None:
-    time.sleep(1.0)
+    time.sleep(0.3)
 
 
 BEHAVIOURS: dict[str, Callable[[Tensors], None]] = {
@@ -176,6 +179,28 @@ def have_children(request: Frame) -> Frame:
     os.setsid()
     time.sleep(request.told["seconds"])
     os._exit(0)
+
+
+def end_in_a_way(request: Frame) -> Frame:
+    """Request to a runner: starts `programs`, which do not hold its pipe, then ends by `signal` or with `status`."""
+    started = [subprocess.Popen(["sleep", "30"]) for _ in range(request.told.get("programs", 0))]
+    for one in started:
+        one.wait()
+    if "signal" in request.told:
+        os.kill(os.getpid(), request.told["signal"])
+    os._exit(request.told["status"])
+
+
+def slow_keeper(control: socket.socket) -> None:
+    """A keeper that takes half a second until it reports how a runner ended, as on a busy machine."""
+    end_the_left = process._end_the_left  # pyright: ignore[reportPrivateUsage]
+
+    def slowly(runners: set[int]) -> None:
+        time.sleep(0.5)
+        end_the_left(runners)
+
+    process._end_the_left = slowly  # pyright: ignore[reportPrivateUsage]
+    process.keep(control)
 
 
 def hold_memory(request: Frame) -> Frame:

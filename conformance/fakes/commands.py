@@ -19,6 +19,8 @@ from typing import Final
 from megamoe.runner.forks import interrupts_held_back, replace_environment, server_of_forks
 from megamoe.runner.process import environment_of_servers
 
+WITHOUT_HYPOTHESIS: Final = {"PYTEST_ADDOPTS": "-p no:hypothesispytest"}
+"""An environment in which pytest does not load the plugin of Hypothesis, whose summary imports all of Hypothesis."""
 PYTEST: Final = ("-m", "pytest", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 """pytest in this repository, whose settings make an error of the warning that the plugin is already imported."""
 
@@ -26,10 +28,14 @@ PYTEST: Final = ("-m", "pytest", "-W", "ignore::pytest.PytestAssertRewriteWarnin
 def python(
     *arguments: str, cwd: Path, env: Mapping[str, str] | None = None, seconds: float = 120.0
 ) -> CompletedProcess[str]:
-    """What `python ARGUMENTS` does in the folder `cwd`. ARGUMENTS begin with a file, or with -m and a module."""
+    """What `python ARGUMENTS` does in the folder `cwd`. ARGUMENTS begin with a file, or with -m and a module.
+
+    Without `env`, it has the environment of this process, WITHOUT_HYPOTHESIS.
+    """
     with tempfile.TemporaryDirectory() as name:
         out, err = Path(name, "out"), Path(name, "err")
-        told = (list(arguments), cwd, dict(environment_of_servers() if env is None else env), out, err)
+        given = {**environment_of_servers(), **WITHOUT_HYPOTHESIS} if env is None else dict(env)
+        told = (list(arguments), cwd, given, out, err)
         with interrupts_held_back():
             child = server_of_forks().Process(target=_become, args=told)
             child.start()

@@ -45,6 +45,8 @@ PRELOADED: Final = ("torch", "megamoe.records.lines", "megamoe.spec.ours", "mega
 """Modules that processes are forked with, because nearly all import them. None has run a kernel or knows an output."""
 _END_S: Final = 10.0
 _LAST_WORDS_S: Final = 2.0
+_LEAVE_S: Final = 0.2
+"""Host seconds between the end of a runner's pipe and the end of the runner, if it ends by itself."""
 _ASK: Final = 1 << 63
 """Flag in a runner's number that asks where the runner is. Without it, the keeper ends the runner."""
 _POLL_S: Final = 0.1
@@ -104,7 +106,8 @@ class _Kept:
     """A runner as its keeper sees it. `life`: receives its exit code. `watch`: readable once it has ended; None if
     unsupported.
 
-    `confinement`: what it may do. `ended_for`: the code for which the keeper ended it, else 0.
+    `confinement`: what it may do. `ended_for`: the code for which the keeper ended it, else 0. `asked`: whether the
+    asker had it ended.
     """
 
     pid: int
@@ -115,6 +118,7 @@ class _Kept:
     confinement: Confinement
     printed: int = 0
     ended_for: int = 0
+    asked: bool = False
 
 
 def keep(control: socket.socket, preload: Sequence[str] = ()) -> NoReturn:
@@ -173,7 +177,10 @@ def _obey(control: socket.socket, kept: dict[int, _Kept]) -> None:
     elif number & _ASK and number & ~_ASK in kept:
         os.kill(kept[number & ~_ASK].pid, signal.SIGUSR1)
     elif number in kept:
-        _kill(kept[number].pid)
+        _look_after(kept, number, kept[number])
+        if number in kept:
+            kept[number].asked = True
+            _kill(kept[number].pid)
 
 
 def _start(control: socket.socket, answers: int, life: int) -> _Kept:
@@ -282,15 +289,16 @@ def _look_after(kept: dict[int, _Kept], number: int, one: _Kept) -> None:
 
 
 def _bury(kept: dict[int, _Kept], number: int, one: _Kept, status: int) -> None:
-    """Ends a runner's leftovers, passes on its last output, and reports how it ended."""
+    """Ends a runner's leftovers, passes on its last output, and reports how it ended, unless the asker had it ended."""
     del kept[number]
     _end_the_left({other.pid for other in kept.values()})
     while one.output >= 0 and select.select([one.output], [], [], 0)[0]:
         _pass_on(one)
     one.scratch.close()
     code = one.ended_for or os.waitstatus_to_exitcode(status)
-    with suppress(OSError):
-        os.write(one.life, code.to_bytes(4, "little", signed=True))
+    if not (one.asked and code == -signal.SIGKILL):
+        with suppress(OSError):
+            os.write(one.life, code.to_bytes(4, "little", signed=True))
     for descriptor in (one.life, one.output, one.watch):
         if descriptor is not None and descriptor >= 0:
             os.close(descriptor)
@@ -418,17 +426,18 @@ class Runner:
         return RunnerDiedError(f"the process of {self.what} {how}")
 
     def end(self) -> int | None:
-        """Ends the process and everything that it started. Returns its exit code if it had ended by itself, else
-        None."""
+        """Ends the process and everything that it started. Returns its exit code if its keeper did not end it for this
+        call, else None."""
         if self.ended:
             return None
         self.ended = True
-        by_itself = bool(select.select([self.life], [], [], 0.2 if _closed(self.pipe) else 0)[0])
+        if _closed(self.pipe):
+            select.select([self.life], [], [], _LEAVE_S)
         self.nursery.end(self.number)
         code = None
         if select.select([self.life], [], [], _END_S)[0]:
             said = os.read(self.life, 4)
-            code = int.from_bytes(said, "little", signed=True) if by_itself and len(said) == 4 else None
+            code = int.from_bytes(said, "little", signed=True) if len(said) == 4 else None
         self.pipe.close()
         os.close(self.life)
         return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,11 +12,13 @@ import tempfile
 import time
 from datetime import date, timedelta
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from rich.text import Text
 
 from conformance import ROOT
+from conformance.fakes import adversaries
 from conformance.fakes import backends as fake_backends
 from conformance.fakes.commands import python
 from conformance.fakes.results import judged
@@ -24,7 +27,7 @@ from conformance.kernels.laws.law import specs
 from megamoe.cli.main import main
 from megamoe.cli.run import INTERRUPTED_BEFORE
 from megamoe.cli.terminal import complain, console, print_verdict
-from megamoe.contract import scratch
+from megamoe.contract import Row, scratch
 from megamoe.gate.verdict import judge_run
 from megamoe.records.files import RecordWriter, newest_run, read_records
 from megamoe.records.lines import record_of
@@ -227,23 +230,48 @@ def test_an_interrupted_run_leaves_a_readable_file_and_says_so(tmp_path: Path) -
     assert sorted(record.status for record in read_records(tmp_path / "r.jsonl").records) == ["not_run", "passed"]
 
 
-def test_a_killed_run_leaves_a_readable_file_and_the_next_clears_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as name, monkeypatch.context() as patch:
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], list[str], CompletedProcess[str]]:
+    """The records of a killed run, the temporary files that it left, those after the next run, and the next run, whose
+    kernel prints 64 MiB."""
+    folder = tmp_path_factory.mktemp("killed")
+    with tempfile.TemporaryDirectory(dir="/tmp") as name, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", name)
-        _kill(_start(tmp_path))
-        assert list(Path(name).iterdir()), "the kill must leave something, or this tests nothing"
-        _run_another(tmp_path)
+        _kill(_start(folder))
+        left = os.listdir(name)
+        room = adversaries.__name__
+        row = Row("fmha:hd=64,t=1,s_k=128", f"{room}:PRINTS_MUCH", "sm_100a", f"{room}:DEVICE", "eager")
+        command = [sys.executable, "-m", *shlex.split(row.rerun), "--output", str(folder / "s.jsonl"), "--jobs", "1"]
+        following = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
         # The keepers of the second run's processes clean up after these have ended.
         deadline = time.monotonic() + 20
-        while list(Path(name).iterdir()) and time.monotonic() < deadline:
+        while os.listdir(name) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not list(Path(name).iterdir()), "what the killed run left must be gone after the next"
+        return folder / "r.jsonl", left, os.listdir(name), following
+
+
+Killed = tuple[Path, list[str], list[str], CompletedProcess[str]]
+
+
+def test_a_killed_run_leaves_a_readable_file_and_the_next_clears_up(
+    killed: Killed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, left, after, following = killed
+    assert left, "the kill must leave something, or this tests nothing"
+    assert following.returncode == 0, following.stderr[-2000:]
+    assert not after, "what the killed run left must be gone after the next"
     assert scratch.PREFIX.startswith("."), "a listing shows nothing of ours"
-    assert [record.status for record in read_records(tmp_path / "r.jsonl").records] == ["passed"]
-    assert main(["gate", "r.jsonl"]) == 1
+    assert [record.status for record in read_records(path).records] == ["passed"]
+    assert main(["gate", str(path)]) == 1
     assert f"there is no record of {CASE} on {FAKE}:HANGS" in capsys.readouterr().out
+
+
+def test_much_output_does_not_reach_the_terminal(killed: Killed) -> None:
+    printing = killed[3]
+    assert printing.returncode == 0, printing.stderr[-2000:]
+    assert len(printing.stdout) + len(printing.stderr) < 1 << 18, "64 MiB were printed"
+    assert "\x1b" not in printing.stderr + printing.stdout, "a control character reached the terminal"
+    assert "dropped" in printing.stderr
 
 
 def _kill(run: subprocess.Popen[str]) -> None:
@@ -253,13 +281,6 @@ def _kill(run: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)
         pytest.fail("the workers of a killed run must end with it: their output pipe is still open")
-
-
-def _run_another(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megamoe", "run", "--case", CASE, "--jobs", "1", *_options("WORKS")]
-    command += ["--output", str(tmp_path / "s.jsonl")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def _begun(lines: int, torn: bytes = b"") -> tuple[str, ...]:

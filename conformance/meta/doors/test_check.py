@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from conformance import ROOT
-from conformance.fakes.commands import python
+from conformance.fakes.commands import WITHOUT_HYPOTHESIS, python
 from megamoe.cli.main import main
 from megamoe.vm import Device
 
@@ -278,6 +278,8 @@ def test_a_test_suite_is_run_by_pytest(
         "import torch\n\ndef test_it():\n    assert torch.ones(2, device='cuda').sum() == 2\n"
     )
     monkeypatch.chdir(tmp_path)
+    for name, value in WITHOUT_HYPOTHESIS.items():
+        monkeypatch.setenv(name, value)
     status = main(["check", "test_suite.py::test_it"])
     said = capfd.readouterr()
     assert (status, "1 passed" in said.out) == (0, True), said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ from conformance.fakes import backends as fake_backends
 from megamoe.judge.worker import worker_pool
 from megamoe.runner import process
 from megamoe.runner.child import Confinement, give_memory_back, resident_mib
-from megamoe.runner.forks import interrupts_held_back
-from megamoe.runner.process import RunnerDiedError, nursery
+from megamoe.runner.forks import interrupts_held_back, server_of_forks
+from megamoe.runner.process import Nursery, RunnerDiedError, nursery
 
 LOOK = """
 import json, os, signal, sys
@@ -233,3 +234,27 @@ def test_the_children_of_a_runner_are_not_held_against_another() -> None:
             parent.ask(call, {"count": 200, "seconds": 30.0}, 60.0)
         for neighbour in (before, after):
             neighbour.ask(call, {"count": 2, "seconds": 0.2}, 60.0)
+
+
+ENDS = {
+    "exits": ({"status": 3}, "died with exit status 3"),
+    "is killed": ({"signal": signal.SIGKILL}, "died of SIGKILL"),
+    "is ended": ({"status": 3, "programs": 20}, "more processes at a time than its share"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_slow_keeper_says_how_a_runner_ended(end: str) -> None:
+    """The asker sees the end of the pipe first, and asks the keeper to end what has ended already."""
+    told, words = ENDS[end]
+    mine, its = socket.socketpair()
+    with its, interrupts_held_back():
+        keeper = server_of_forks().Process(target=fake_backends.slow_keeper, args=(its,), daemon=True)
+        keeper.start()
+    slow = Nursery(mine, keeper.join)
+    with (
+        slow.runner("the leaver", Confinement(references=True, processes=10)) as runner,
+        pytest.raises(RunnerDiedError, match=words),
+    ):
+        runner.ask(f"{fake_backends.__name__}:end_in_a_way", told, 60.0)
+    slow.close()

@@ -5,6 +5,7 @@ Uses a headless Chromium, driven by selenium, with every service that reaches a 
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -70,12 +71,15 @@ def chromium() -> Iterator[Chrome]:
             opened.quit()
 
 
+OPENED = itertools.count()
+"""Numbers for addresses: the browser would load nothing if only the fragment were another."""
+
+
 def open_page(browser: Chrome, path: Path, address: str = "") -> None:
-    """Reloads the file, even if it is open at another address, and clears the logs."""
-    browser.get("about:blank")
+    """Loads the file anew, even if it is open, and clears the logs."""
     complaints(browser)
     requests(browser)
-    browser.get(f"{path.as_uri()}{address}")
+    browser.get(f"{path.as_uri()}?{next(OPENED)}{address}")
     # The page redraws a frame or two after loading, once it knows its size.
     browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0])))")
 
