@@ -11,6 +11,7 @@ from typing import Final, Protocol, cast
 
 from backends.cutedsl.compile.artifact import Artifact, kernel_resources
 from backends.cutedsl.compile.artifact_cache import ArtifactKey, cached_artifact, imported
+from backends.cutedsl.compile.forgotten import contexts_forgotten
 from backends.cutedsl.compile.unprinted import modules_unprinted
 from megamoe.contract import Target, UnsupportedError
 from megamoe.contract.cache import user_cache
@@ -77,7 +78,12 @@ def compile_host_function(
     import cutlass.cute as cute
     from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
-    with scratch_folder("cutedsl") as folder, modules_unprinted(CutlassBaseDSL), warnings.catch_warnings():
+    with (
+        scratch_folder("cutedsl") as folder,
+        contexts_forgotten(),
+        modules_unprinted(CutlassBaseDSL),
+        warnings.catch_warnings(),
+    ):
         # Long static loops are intended: registers cannot be indexed at run time. If warnings are errors, CuTeDSL
         # would turn this one into an unrelated error.
         warnings.filterwarnings("ignore", message="This static loop has")
