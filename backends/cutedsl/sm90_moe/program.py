@@ -97,7 +97,9 @@ def moe_program(case: Case, max_ctas: int = H200_SM_COUNT, width: int | None = N
     If there are more than `max_ctas` tiles, CTAs take several in turn and share the last ones. UnsupportedError for
     more experts than the routing kernel counts.
     """
-    stage, experts, bf16 = str(case["stage"]), experts_of(case), case["activations"] == "bf16"
+    stage, experts = str(case["stage"]), experts_of(case)
+    # Rows are combined alike for all activations.
+    bf16 = case["activations"] == "bf16" and stage != "combine"
     if stage not in _PREPARED:
         width = ANY_WIDTH
     elif width is None:
