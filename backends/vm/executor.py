@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -85,6 +86,8 @@ class VmExecutor:
                 machine.check_outcome()
         except (Fault, LaunchError, UnknownInstructionError, PtxSyntaxError) as broken:
             violation = f"{broken} (schedule {options.schedule})"
+            # The frames hold the fault, and with it the machine: a cycle.
+            traceback.clear_frames(broken.__traceback__)
         finally:
             self._machine = None
             if self.findings is not None:

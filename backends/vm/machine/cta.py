@@ -343,8 +343,10 @@ class Cluster:
 
     def part(self) -> None:
         """Break the references between the CTAs and warps of an ended cluster: their memory is freed at once, without
-        the cycle collector."""
+        the cycle collector. After a fault, warps still wait, and what they wait for knows them."""
         for cta in self.ctas:
+            for warp in cta.warps:
+                warp.strands = []
             cta.warps = []
         self.ctas = []
 

@@ -42,6 +42,10 @@ class Operation:
             fault.kernel, fault.line, fault.text = self.kernel, self.line, self.text
             fault.where = f"{self.what} issued by {self.issuer}"
 
+    def let_go(self) -> None:
+        """Drop what it acts on: an mbarrier keeps the operation for reports, which would keep the CTA's memory."""
+        self.perform, self.signals = _nothing, ()
+
 
 @dataclass(slots=True)
 class Engine:
@@ -94,9 +98,13 @@ class Engine:
         finally:
             self.performing = outer
         operation.done = True
-        # The mbarrier keeps the operation for reports. Dropping these frees the CTA's memory without the cycle
-        # collector.
-        operation.perform, operation.signals = _nothing, ()
+        operation.let_go()
+
+    def abandon(self) -> None:
+        """Drop what a fault has left in flight."""
+        for operation in self.pending:
+            operation.let_go()
+        self.pending.clear()
 
     def settle(self, kernel: str, line: int) -> None:
         """End the operations that PTX `line` of `kernel` has issued, and those that must end before them."""

@@ -389,9 +389,14 @@ class Run:
             stuck_at = state
 
     def leave(self) -> None:
-        """Flush the counters of the remaining warps, whether the run completed or not."""
+        """Flush the counters of the remaining warps, whether the run completed or not, and drop what is left of it."""
         for warp in self.warps:
             warp.count_served()
+        self.engine.abandon()
+        if self.machine.observer is None:
+            for cluster in self.resident:
+                cluster.part()
+            self.resident, self.warps, self.running = [], [], None
 
     def line(self) -> int:
         """PTX line of the running instruction, 0 if there is none."""
