@@ -33,6 +33,9 @@ from backends.vm.ptx.ast import (
 )
 
 AddressOf = Callable[["Warp"], npt.NDArray[np.int64]]
+# `list[Key]` as a factory takes five times as long.
+_no_keys: Callable[[], list[Key]] = list
+_no_reads: Callable[[], list[tuple[str, int]]] = list
 
 
 class OutsideRingError(UnknownInstructionError):
@@ -52,13 +55,13 @@ class Binder:
     instruction: Instruction
     words: Mapping[str, str]
     rows: RegisterRows
-    uses: list[Key] = field(default_factory=list[Key])
-    defines: list[Key] = field(default_factory=list[Key])
-    reads: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
-    addresses: list[Key] = field(default_factory=list[Key])
+    uses: list[Key] = field(default_factory=_no_keys)
+    defines: list[Key] = field(default_factory=_no_keys)
+    reads: list[tuple[str, int]] = field(default_factory=_no_reads)
+    addresses: list[Key] = field(default_factory=_no_keys)
     carrying: Carrying | None = None
     in_run: RunAccess | None = None
-    places: list[Key] = field(default_factory=list[Key])
+    places: list[Key] = field(default_factory=_no_keys)
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -101,26 +104,25 @@ class Binder:
 
     def source(self, operand: Operand, view: str, *, wider: bool = False) -> int:
         """Row of a source in `view` ("f32", "u64", ...). `wider` accepts a register wider than the type (ld/st/cvt)."""
-        row = self._source(operand, view, wider=wider)
-        width = self.width(operand)
-        self.reads.append((view if width in (0, WIDTH_OF_VIEW[view]) else f"u{width}", row))
-        self.places.append((width or WIDTH_OF_VIEW[view], row))
-        return row
-
-    def _source(self, operand: Operand, view: str, *, wider: bool) -> int:
-        width = WIDTH_OF_VIEW[view]
-        if isinstance(operand, Immediate):
-            return self.rows.literal(width, self._literal_bits(operand, view))
-        if isinstance(operand, Symbol):
-            return self.rows.address(operand.name, operand.offset, width)[1]
-        if not isinstance(operand, Register):
-            raise self.error(f"operand {operand} cannot be a {view} source")
-        key = self._register(operand)
-        if key[0] != width and not (wider and width < key[0] <= 64):
-            raise self.error(f"`{operand.name}` holds {key[0]} bits where {view} needs {width}")
-        if operand.name in self.rows.rows:
-            self.uses.append(key)
+        key = self._source(operand, view, wider=wider)
+        self.reads.append((view if key[0] == WIDTH_OF_VIEW[view] else f"u{key[0]}", key[1]))
+        self.places.append(key)
         return key[1]
+
+    def _source(self, operand: Operand, view: str, *, wider: bool) -> Key:
+        width = WIDTH_OF_VIEW[view]
+        if isinstance(operand, Register):
+            key = self._register(operand)
+            if key[0] != width and not (wider and width < key[0] <= 64):
+                raise self.error(f"`{operand.name}` holds {key[0]} bits where {view} needs {width}")
+            if operand.name in self.rows.rows:
+                self.uses.append(key)
+            return key
+        if isinstance(operand, Immediate):
+            return width, self.rows.literal(width, self._literal_bits(operand, view))
+        if isinstance(operand, Symbol):
+            return self.rows.address(operand.name, operand.offset, width)
+        raise self.error(f"operand {operand} cannot be a {view} source")
 
     def predicate(self, operand: Operand) -> tuple[int, bool]:
         """Row of a predicate source, and whether it is negated (`!%p`)."""

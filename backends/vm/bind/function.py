@@ -19,7 +19,7 @@ from backends.vm.bind.forms import Form, bind_in_ring, find
 from backends.vm.bind.lanes import RunFinder
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, UnknownInstructionError
-from backends.vm.machine.code import HANDLED, LANES, NEXT, Block, BoundFunction, Code, RegisterRows, Step
+from backends.vm.machine.code import HANDLED, LANES, NEXT, Block, BoundFunction, Code, Key, RegisterRows, Step
 from backends.vm.memory.shared import RESERVED
 from backends.vm.ptx.ast import Function, Instruction, Module, Symbol, Variable
 
@@ -220,6 +220,9 @@ def _in_ring(form: Form, binder: Binder) -> Step:
     return refuse
 
 
+_NO_ADDRESSES = frozenset[Key]()
+
+
 def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Version, *, ring: bool) -> Bound:
     form, words = find(instruction)
     binder = Binder(instruction, words, rows)
@@ -234,9 +237,10 @@ def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Ve
     refusal = missing(instruction.parts, len(instruction.operands), target, version)
     if refusal is not None:
         raise binder.error(refusal)
+    addresses = frozenset(binder.addresses) if binder.addresses else _NO_ADDRESSES
     return Bound(instruction, form, step, tuple(binder.uses), tuple(binder.defines), guard, tuple(binder.reads),
-                 frozenset(binder.addresses), binder.carrying, tuple(binder.places),
-                 None if ring else step, in_run=binder.in_run)  # fmt: skip
+                 addresses, binder.carrying, tuple(binder.places), None if ring else step,
+                 in_run=binder.in_run)  # fmt: skip
 
 
 def _leaders(function: Function, bound: list[Bound]) -> list[int]:
