@@ -162,6 +162,7 @@ class Code:
         default_factory=dict[tuple[int, object], "tuple[RowIndex, Row]"]
     )
     _classes: tuple[tuple[str, ...], npt.NDArray[np.int64]] | None = None
+    _constant_loads: dict[int, str] | None = None
 
     @property
     def classes(self) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
@@ -171,6 +172,13 @@ class Code:
             counts = [[block.classes[name] for name in names] for block in self.blocks]
             self._classes = names, np.array(counts, np.int64).reshape(len(self.blocks), len(names))
         return self._classes
+
+    @property
+    def constant_loads(self) -> Mapping[int, str]:
+        """The texts of the loads with .nc, by PTX line."""
+        if self._constant_loads is None:
+            self._constant_loads = {one.line: one.text for one in self.function.instructions if "nc" in one.parts}
+        return self._constant_loads
 
 
 @dataclass(slots=True)
