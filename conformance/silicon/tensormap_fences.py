@@ -1,6 +1,6 @@
 """Asks a Hopper GPU when a copy sees a tensor map that its kernel has just changed in global memory.
 
-    python3 tensormap_fences.py OUT.json        on the device: ptxas and the driver alone
+    python3 -m conformance.silicon.tensormap_fences OUT.json     on the device: NumPy, ptxas and the driver
 
 A CTA copies a box through a map (or does not, so that nothing has cached the map), gives the map another base address,
 and copies a box again. It counts the words that come from the first tensor. `ways` of the change: tensormap.replace in
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import ctypes
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from conformance.silicon.whole.on_device import Device, ptxas_version
 
 CTAS, LAUNCHES, MAP_BYTES, BOX = 132, 200, 128, 32
 _WAYS = {
@@ -103,79 +105,34 @@ def text(one: Change) -> str:
 """
 
 
-def _checked(status: int) -> None:
-    if status:
-        raise SystemExit(f"the driver returns {status}")
-
-
-def _assembled(source: str) -> bytes:
-    with TemporaryDirectory() as folder:
-        file, cubin = Path(folder, "maps.ptx"), Path(folder, "maps.cubin")
-        file.write_text(source)
-        command = ["ptxas", "-arch=sm_90a", "-o", str(cubin), str(file)]
-        made = subprocess.run(command, capture_output=True, text=True)
-        if made.returncode:
-            raise SystemExit(made.stderr)
-        return cubin.read_bytes()
-
-
-class _Memory:
-    """The tensors of ones and twos, the maps of the first, and the output."""
-
-    def __init__(self, driver: ctypes.CDLL) -> None:
-        self.driver = driver
-        self.tensors = [self._filled((ctypes.c_uint32 * 1024)(*[value] * 1024)) for value in (1, 2)]
-        self.encoded = self._map(self.tensors[0].value) * CTAS
-        self.maps = self._filled(ctypes.create_string_buffer(self.encoded, len(self.encoded)))
-        self.out = self._filled((ctypes.c_uint32 * (CTAS * BOX))())
-
-    def _filled(self, content: ctypes.Array[ctypes.c_uint32] | ctypes.Array[ctypes.c_char]) -> ctypes.c_uint64:
-        place = ctypes.c_uint64()
-        size = ctypes.c_size_t(ctypes.sizeof(content))
-        _checked(self.driver.cuMemAlloc_v2(ctypes.byref(place), size))
-        _checked(self.driver.cuMemcpyHtoD_v2(place, content, size))
-        return place
-
-    def _map(self, base: int) -> bytes:
-        place = (ctypes.c_char * 192)()
-        at = -ctypes.addressof(place) % 64
-        u32, dims, unused = ctypes.c_uint32 * 1, (ctypes.c_uint64 * 1)(1024), (ctypes.c_uint64 * 1)(0)
-        uint32_type, none = 2, 0
-        _checked(self.driver.cuTensorMapEncodeTiled(
-            ctypes.byref(place, at), uint32_type, 1, ctypes.c_uint64(base), dims, unused, u32(BOX), u32(1), none, none,
-            none, none,
-        ))  # fmt: skip
-        return place.raw[at : at + MAP_BYTES]
-
-    def stale(self, function: ctypes.c_void_p) -> int:
-        """Words of the first tensor in a launch, which begins with fresh maps."""
-        content = ctypes.create_string_buffer(self.encoded, len(self.encoded))
-        _checked(self.driver.cuMemcpyHtoD_v2(self.maps, content, ctypes.c_size_t(len(self.encoded))))
-        given = (self.maps, self.tensors[1], self.out)
-        arguments = (ctypes.c_void_p * 3)(*[ctypes.addressof(one) for one in given])
-        _checked(self.driver.cuLaunchKernel(function, CTAS, 1, 1, BOX, 1, 1, 0, None, arguments, None))
-        _checked(self.driver.cuCtxSynchronize())
-        answer = (ctypes.c_uint32 * (CTAS * BOX))()
-        _checked(self.driver.cuMemcpyDtoH_v2(answer, self.out, ctypes.c_size_t(ctypes.sizeof(answer))))
-        return sum(word == 1 for word in answer)
+def _map_of(device: Device, base: int) -> bytes:
+    """A map of the 1024 words at `base`, as the driver encodes it."""
+    place = (ctypes.c_char * 192)()
+    at = -ctypes.addressof(place) % 64
+    u32, dims, unused = ctypes.c_uint32 * 1, (ctypes.c_uint64 * 1)(1024), (ctypes.c_uint64 * 1)(0)
+    uint32_type, none = 2, 0
+    device.checked(device.driver.cuTensorMapEncodeTiled(
+        ctypes.byref(place, at), uint32_type, 1, ctypes.c_uint64(base), dims, unused, u32(BOX), u32(1), none, none,
+        none, none,
+    ))  # fmt: skip
+    return place.raw[at : at + MAP_BYTES]
 
 
 def ask() -> dict[str, object]:
-    """The GPU's answers, by kernel."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    _checked(driver.cuInit(0))
-    _checked(driver.cuDeviceGet(ctypes.byref(device), 0))
-    _checked(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-    _checked(driver.cuCtxSetCurrent(context))
-    memory, stale = _Memory(driver), dict[str, int]()
+    """The GPU's answers, by kernel. Each launch begins with fresh maps."""
+    device, stale = Device(), dict[str, int]()
+    tensors = [device.memory(4096, np.full(1024, value, np.uint32)) for value in (1, 2)]
+    encoded = _map_of(device, tensors[0]) * CTAS
+    maps, out = device.memory(len(encoded)), device.memory(4 * CTAS * BOX)
+    values = [ctypes.c_uint64(place) for place in (maps, tensors[1], out)]
     for one in changes():
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        _checked(driver.cuModuleLoadData(ctypes.byref(module), _assembled(text(one))))
-        _checked(driver.cuModuleGetFunction(ctypes.byref(function), module, one.name.encode()))
-        stale[one.name] = sum(memory.stale(function) for _ in range(LAUNCHES))
-    version = subprocess.run(["ptxas", "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
-    return {"stale_words": stale, "words": CTAS * BOX * LAUNCHES, "ptxas": version}
+        module, _ = device.compiled(text(one))
+        stale[one.name] = 0
+        for _ in range(LAUNCHES):
+            device.write(maps, encoded)
+            device.launch(module, one.name, CTAS, BOX, values)
+            stale[one.name] += int((device.read(out, 4 * CTAS * BOX).view(np.uint32) == 1).sum())
+    return {"stale_words": stale, "words": CTAS * BOX * LAUNCHES, "ptxas": ptxas_version()}
 
 
 if __name__ == "__main__":

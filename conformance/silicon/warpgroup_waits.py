@@ -1,6 +1,6 @@
 """Asks a Hopper GPU whether one warp's wgmma.wait_group covers the shared-memory reads of the warpgroup's other warps.
 
-    python3 warpgroup_waits.py OUT.json        on the device: ptxas and the driver alone
+    python3 -m conformance.silicon.warpgroup_waits OUT.json     on the device: NumPy, ptxas and the driver
 
 Four warps issue a chain of products of ones. Warp 0 waits for the group and overwrites both operands with twos, with no
 barrier. A warp whose products still read the operands then has sums above CHAIN * 16. A late warp sleeps ahead of
@@ -13,11 +13,13 @@ from __future__ import annotations
 import ctypes
 import json
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from conformance.silicon.whole.on_device import Device, ptxas_version
 
 CHAIN, CTAS, LAUNCHES, SLEEP_NS = 64, 132, 200, 40_000
 A_BYTES, B_BYTES = 64 * 16 * 2, 256 * 16 * 2
@@ -97,60 +99,28 @@ def kernels() -> Iterator[tuple[str, bool]]:
     return ((late, waits) for waits in (True, False) for late in LATE_AHEAD_OF)
 
 
-def _checked(status: int) -> None:
-    if status:
-        raise SystemExit(f"the driver returns {status}")
-
-
-def _assembled(source: str) -> tuple[bytes, str]:
-    """The cubin, and what ptxas says. SystemExit if ptxas refuses."""
-    with TemporaryDirectory() as folder:
-        file, cubin = Path(folder, "waits.ptx"), Path(folder, "waits.cubin")
-        file.write_text(source)
-        command = ["ptxas", "-v", "-arch=sm_90a", "-o", str(cubin), str(file)]
-        made = subprocess.run(command, capture_output=True, text=True)
-        if made.returncode:
-            raise SystemExit(made.stderr)
-        return cubin.read_bytes(), made.stdout + made.stderr
-
-
-def _wrong_sums(driver: ctypes.CDLL, function: ctypes.c_void_p, out: ctypes.c_uint64) -> list[int]:
+def _wrong_sums(device: Device, module: ctypes.c_void_p, entry: str, out: int) -> list[int]:
     """Wrong sums of LAUNCHES launches, by warp."""
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(out))
-    wrong = [0, 0, 0, 0]
+    wrong = np.zeros(4, np.int64)
     for _ in range(LAUNCHES):
-        _checked(driver.cuLaunchKernel(function, CTAS, 1, 1, 128, 1, 1, 0, None, arguments, None))
-        _checked(driver.cuCtxSynchronize())
-        answer = (ctypes.c_uint32 * (CTAS * 128))()
-        _checked(driver.cuMemcpyDtoH_v2(answer, out, ctypes.sizeof(answer)))
-        wrong = [seen + sum(sum(answer[at : at + 32]) for at in range(32 * warp, CTAS * 128, 128))
-                 for warp, seen in enumerate(wrong)]  # fmt: skip
-    return wrong
+        device.launch(module, entry, CTAS, 128, [ctypes.c_uint64(out)])
+        wrong += device.read(out, 4 * CTAS * 128).view(np.uint32).reshape(CTAS, 4, 32).sum(axis=(0, 2), dtype=np.int64)
+    return wrong.tolist()
 
 
 def ask() -> dict[str, object]:
     """The H200's answers, by kernel."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    device, context, out = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
-    _checked(driver.cuInit(0))
-    _checked(driver.cuDeviceGet(ctypes.byref(device), 0))
-    _checked(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-    _checked(driver.cuCtxSetCurrent(context))
-    _checked(driver.cuMemAlloc_v2(ctypes.byref(out), ctypes.c_size_t(4 * CTAS * 128)))
-    found, said = dict[str, list[int]](), ""
+    device = Device()
+    out, found, said = device.memory(4 * CTAS * 128), dict[str, list[int]](), ""
     for late, waits in kernels():
-        cubin, told = _assembled(text(late, waits))
+        module, told = device.compiled(text(late, waits))
         said += told
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        _checked(driver.cuModuleLoadData(ctypes.byref(module), cubin))
-        _checked(driver.cuModuleGetFunction(ctypes.byref(function), module, name(late, waits).encode()))
-        found[name(late, waits)] = _wrong_sums(driver, function, out)
-    version = subprocess.run(["ptxas", "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
+        found[name(late, waits)] = _wrong_sums(device, module, name(late, waits), out)
     return {
         "wrong_sums_by_warp": found,
         "sums_by_warp": CTAS * 32 * 128 * LAUNCHES,
         "serialized": "serialized" in said,
-        "ptxas": version,
+        "ptxas": ptxas_version(),
     }
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, Findings
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from backends.vm.tensor.tensor_map import Im2col, encode_tensor_map
@@ -149,7 +149,7 @@ class Kernel:
 def assert_blamed(kernel: Kernel, rule: str, *clauses: str, schedules: Sequence[str] = EVERY_SCHEDULE) -> None:
     """Every schedule blames the marked line for breaking `rule`, in a sentence that contains every clause."""
     for schedule in schedules:
-        fault = _fault_of(kernel, schedule)
+        fault = fault_of(kernel, schedule)
         assert fault is not None, f"{schedule}: no fault was found; [{rule}] was planted"
         said = str(fault)
         assert fault.rule == rule, f"{schedule}: [{fault.rule}] instead of [{rule}]: {said}"
@@ -158,7 +158,21 @@ def assert_blamed(kernel: Kernel, rule: str, *clauses: str, schedules: Sequence[
         assert not missing, f"{schedule}: {missing} not in: {said}"
 
 
-def _fault_of(kernel: Kernel, schedule: str) -> Fault | None:
+def collected(kernel: Kernel, schedule: str = "eager") -> tuple[list[Fault], dict[str, Array]]:
+    """The findings of a run, and the buffers after it."""
+    machine = Machine(schedule, step_budget=kernel.step_budget)
+    machine.findings = Findings()
+    data = kernel.launch(machine)
+    return list(machine.findings.by_site.values()), data
+
+
+def slugs(found: Sequence[Fault]) -> list[str]:
+    """The rules of findings, sorted."""
+    return sorted(one.rule for one in found)
+
+
+def fault_of(kernel: Kernel, schedule: str) -> Fault | None:
+    """The fault that ends a run, None if none does."""
     try:
         kernel.run(schedule)
     except Fault as fault:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +23,10 @@ from conformance.vm.kernel import (
     Map,
     X,
     assert_blamed,
+    collected,
     copy_kernel,
     init,
+    slugs,
     tmem_alloc,
     wait,
 )
@@ -38,18 +39,6 @@ SCHEDULES = ("eager", "lazy", "random:1")
 AFTER, BEFORE = "tcgen05.fence::after_thread_sync;", "tcgen05.fence::before_thread_sync;"
 OTHER_EXPECT, OTHER_LOAD = EXPECT.replace("[mbar]", "[other]"), LOAD.replace("[mbar]", "[other]")
 ZEROS = f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r44], {{{', '.join(16 * ['%r18'])}}};"
-
-
-def collected(kernel: Kernel, schedule: str = "eager") -> tuple[list[Fault], dict[str, np.ndarray]]:
-    """The findings of a run, and the buffers after it."""
-    machine = Machine(schedule, step_budget=kernel.step_budget)
-    machine.findings = Findings()
-    data = kernel.launch(machine)
-    return list(machine.findings.by_site.values()), data
-
-
-def slugs(found: Sequence[Fault]) -> list[str]:
-    return sorted(one.rule for one in found)
 
 
 def refilled(fence: str) -> Kernel:

@@ -22,7 +22,7 @@ def _arrive(warp: Warp, number: int, count: int | None, *, aligned: bool) -> Nam
     if count is not None and (count % 32 or count <= 0):
         raise Fault("barrier-misuse", f"a thread count of {count} for barrier {number} is not a multiple of 32")
     if aligned:
-        warp.meet(f"barrier {number}")
+        warp.converged(f"barrier {number}")
     warp.meetings += 1
     barrier = warp.cta.named_barrier(number)
     if barrier.arrived and barrier.expected != count:

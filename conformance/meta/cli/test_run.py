@@ -230,8 +230,11 @@ def test_an_interrupted_run_leaves_a_readable_file_and_says_so(tmp_path: Path) -
     assert sorted(record.status for record in read_records(tmp_path / "r.jsonl").records) == ["not_run", "passed"]
 
 
+Killed = tuple[Path, list[str], list[str], CompletedProcess[str]]
+
+
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], list[str], CompletedProcess[str]]:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     """The records of a killed run, the temporary files that it left, those after the next run, and the next run, whose
     kernel prints 64 MiB."""
     folder = tmp_path_factory.mktemp("killed")
@@ -248,9 +251,6 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], l
         while os.listdir(name) and time.monotonic() < deadline:
             time.sleep(0.05)
         return folder / "r.jsonl", left, os.listdir(name), following
-
-
-Killed = tuple[Path, list[str], list[str], CompletedProcess[str]]
 
 
 def test_a_killed_run_leaves_a_readable_file_and_the_next_clears_up(

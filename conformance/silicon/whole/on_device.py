@@ -34,7 +34,7 @@ from functools import cache, partial
 from inspect import getfile
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from threading import Thread
 from typing import Any
 from zlib import crc32
@@ -144,8 +144,20 @@ class Device:
         place = ctypes.c_uint64()
         self.checked(self.driver.cuMemAlloc_v2(ctypes.byref(place), ctypes.c_size_t(size)))
         if data is not None:
-            self.checked(self.driver.cuMemcpyHtoD_v2(place, ctypes.c_char_p(data.tobytes()), ctypes.c_size_t(size)))
+            self.write(place.value, data.tobytes())
         return place.value
+
+    def write(self, address: int, data: bytes) -> None:
+        """Copies `data` to the device."""
+        size = ctypes.c_size_t(len(data))
+        self.checked(self.driver.cuMemcpyHtoD_v2(ctypes.c_uint64(address), ctypes.c_char_p(data), size))
+
+    def read(self, address: int, size: int) -> Any:
+        """Returns the bytes at `address`: uint8 [size]."""
+        found = np.empty(size, np.uint8)
+        place = ctypes.c_void_p(found.ctypes.data)
+        self.checked(self.driver.cuMemcpyDtoH_v2(place, ctypes.c_uint64(address), ctypes.c_size_t(size)))
+        return found
 
     def load(self, cubin: Path) -> ctypes.c_void_p:
         """Loads the module of a cubin."""
@@ -153,31 +165,39 @@ class Device:
         self.checked(self.driver.cuModuleLoadData(ctypes.byref(module), cubin.read_bytes()))
         return module
 
-    def left(
-        self, module: ctypes.c_void_p, row: dict[str, Any], given: int, output: int, tensor_map: bytes, size: int
-    ) -> Any:
-        """Returns the output of the program of `row` in `size` zeroed bytes at `output`. RuntimeError if it fails or
-        hangs."""
+    def compiled(self, source: str) -> tuple[ctypes.c_void_p, str]:
+        """Loads the module of PTX. Returns it, and what ptxas says. RuntimeError if ptxas refuses."""
+        with TemporaryDirectory() as folder:
+            file, cubin = Path(folder, "source.ptx"), Path(folder, "source.cubin")
+            file.write_text(source)
+            command = ["ptxas", "-v", "-arch=sm_90a", "-o", str(cubin), str(file)]
+            made = subprocess.run(command, capture_output=True, text=True, check=False)
+            if made.returncode:
+                raise RuntimeError(made.stderr)
+            return self.load(cubin), made.stdout + made.stderr
+
+    def launch(self, module: ctypes.c_void_p, entry: str, ctas: int, threads: int, values: Iterable[Any]) -> None:
+        """Runs an entry to its end. `values`: its arguments as ctypes. RuntimeError if it fails or hangs."""
         function = ctypes.c_void_p()
-        self.checked(self.driver.cuModuleGetFunction(ctypes.byref(function), module, row["entry"].encode()))
-        self.checked(self.driver.cuMemsetD8_v2(ctypes.c_uint64(output), 0, ctypes.c_size_t(size)))
-        values = [ctypes.c_uint64(given), ctypes.c_uint64(output), (ctypes.c_char * 128).from_buffer_copy(tensor_map)]
-        params = (ctypes.c_void_p * 3)(*[ctypes.cast(ctypes.pointer(one), ctypes.c_void_p) for one in values])
-        self.checked(
-            self.driver.cuLaunchKernel(function, row.get("grid", 1), 1, 1, row["threads"], 1, 1, 0, None, params, None)
-        )
+        self.checked(self.driver.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()))
+        places = [ctypes.cast(ctypes.pointer(one), ctypes.c_void_p) for one in values]
+        params = (ctypes.c_void_p * len(places))(*places)
+        self.checked(self.driver.cuLaunchKernel(function, ctas, 1, 1, threads, 1, 1, 0, None, params, None))
         begun = time.monotonic()
         while (code := self.driver.cuStreamQuery(None)) == 600:
             if time.monotonic() - begun > self.PATIENCE:
                 raise RuntimeError("it hangs")
         self.checked(code)
-        found = np.empty(size, np.uint8)
-        self.checked(
-            self.driver.cuMemcpyDtoH_v2(
-                ctypes.c_void_p(found.ctypes.data), ctypes.c_uint64(output), ctypes.c_size_t(size)
-            )
-        )
-        return found
+
+    def left(
+        self, module: ctypes.c_void_p, row: dict[str, Any], given: int, output: int, tensor_map: bytes, size: int
+    ) -> Any:
+        """Returns the output of the program of `row` in `size` zeroed bytes at `output`. RuntimeError if it fails or
+        hangs."""
+        self.checked(self.driver.cuMemsetD8_v2(ctypes.c_uint64(output), 0, ctypes.c_size_t(size)))
+        values = [ctypes.c_uint64(given), ctypes.c_uint64(output), (ctypes.c_char * 128).from_buffer_copy(tensor_map)]
+        self.launch(module, row["entry"], row.get("grid", 1), row["threads"], values)
+        return self.read(output, size)
 
     def checked(self, code: int) -> None:
         """Raises RuntimeError with the driver's name of an error."""
@@ -185,6 +205,12 @@ class Device:
             name = ctypes.c_char_p()
             self.driver.cuGetErrorName(code, ctypes.byref(name))
             raise RuntimeError((name.value or b"an unknown error").decode())
+
+
+def ptxas_version() -> str:
+    """The last line of what `ptxas --version` says."""
+    said = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, check=True).stdout
+    return said.strip().splitlines()[-1]
 
 
 def placed(tensor_map: str, address: int) -> bytes:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from backends.vm.executor import EXECUTOR, VmExecutor
-from backends.vm.faults import Findings
 from backends.vm.machine.machine import Machine
 from backends.vm.trace.recorder import Recorder
 from conformance.vm.kernel import (
@@ -23,7 +22,9 @@ from conformance.vm.kernel import (
     X,
     assert_blamed,
     assert_clean,
+    collected,
     copy_kernel,
+    slugs,
     wait,
 )
 from megamoe.cli.check import SCHEDULES
@@ -176,10 +177,7 @@ def test_overwriting_what_two_have_read(forgotten: int, set_: str) -> None:
     st.global.b32 [%out], 7; ret;"""
     kernel, found = Kernel(body, {"out": np.zeros(64, np.uint32)}, block=(96, 1, 1)), set[str]()
     for schedule in SCHEDULES:
-        machine = Machine(schedule)
-        machine.findings = Findings()
-        kernel.launch(machine)
-        found |= {one.rule for one in machine.findings.by_site.values()}
+        found.update(slugs(collected(kernel, schedule)[0]))
     assert found == ({"global-race"} if set_ == "relaxed" else set())
 
 

@@ -8,9 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backends.vm.faults import Findings
-from backends.vm.machine.machine import Machine
-from conformance.vm.kernel import FENCE, Kernel, init, wait
+from conformance.vm.kernel import FENCE, Kernel, collected, init, slugs, wait
 
 SCHEDULES = ("eager", "lazy", "late_cta:0", "late_warp:0", "random:1")
 MEET = "bar.warp.sync 0xffffffff;"
@@ -177,10 +175,7 @@ LANES: dict[str, Callable[[str], Kernel]] = {
 
 def found(kernel: Kernel, schedule: str) -> list[str]:
     """The rules of the findings."""
-    machine = Machine(schedule, step_budget=kernel.step_budget)
-    machine.findings = Findings()
-    kernel.launch(machine)
-    return sorted({one.rule for one in machine.findings.by_site.values()})
+    return sorted(set(slugs(collected(kernel, schedule)[0])))
 
 
 @pytest.mark.parametrize("name", LANES)
