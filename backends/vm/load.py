@@ -31,7 +31,7 @@ class LoadedModule:
         return self._bound[name]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=24)  # a decoded kernel of attention holds 15 MB
 def load(ptx: str, shelf: Shelf | None = None, *, ring: bool = False) -> LoadedModule:
     """Parse `ptx` and cache the result, so that a kernel is decoded once however often it is launched.
 

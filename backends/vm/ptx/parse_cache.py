@@ -1,13 +1,11 @@
-"""Caches parsed modules: the latest in memory, and all of them on disk when the caller passes a Shelf."""
+"""Keeps parsed modules between processes, where the caller passes a Shelf. backends.vm.load keeps them in memory."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from importlib import resources
-from threading import Lock
 from typing import Protocol
 
 import msgspec
@@ -15,7 +13,6 @@ import msgspec
 from backends.vm.ptx.ast import Module
 from backends.vm.ptx.parser import parse
 
-_KEPT = 64
 _DECODER = msgspec.json.Decoder(Module)
 
 
@@ -31,33 +28,16 @@ class Shelf(Protocol):
         ...
 
 
-_memory: OrderedDict[str, Module] = OrderedDict()
-_lock = Lock()
-
-
 def parse_cached(text: str, name: str = "<ptx>", shelf: Shelf | None = None) -> Module:
-    """`parse(text, name)`, once per text: from memory or from `shelf`, under the SHA-256 of text and parser."""
+    """`parse(text, name)`, or the module that `shelf` keeps under the SHA-256 of text and parser."""
+    if shelf is None:
+        return parse(text, name)
     key = hashlib.sha256(f"{_parser_version()}\n{text}".encode("utf-8", "surrogatepass")).hexdigest()
-    with _lock:
-        if key in _memory:
-            _memory.move_to_end(key)
-            return _memory[key]
-    module = None if shelf is None else shelf.kept(f"{key}.json", _DECODER.decode)
+    module = shelf.kept(f"{key}.json", _DECODER.decode)
     if module is None:
         module = parse(text, name)
-        if shelf is not None:
-            shelf.keep(f"{key}.json", msgspec.json.encode(module))
-    with _lock:
-        _memory[key] = module
-        while len(_memory) > _KEPT:
-            _memory.popitem(last=False)
+        shelf.keep(f"{key}.json", msgspec.json.encode(module))
     return module
-
-
-def forget() -> None:
-    """Clears the cache in memory. Files stay."""
-    with _lock:
-        _memory.clear()
 
 
 @cache
