@@ -26,7 +26,10 @@ GIVE_UP = 1 / 16
 
 
 class Schedule(Protocol):
-    """A policy. `defers`: whether operations outlive their issue; `resident`: clusters in flight at a time."""
+    """A policy. `defers`: whether operations outlive their issue; `resident`: clusters in flight at a time.
+
+    Clusters start in ascending order and allocations get the first free place, unless the policy chooses others.
+    """
 
     name: str
     defers: bool
@@ -34,11 +37,11 @@ class Schedule(Protocol):
 
     def order(self, count: int) -> list[int]:
         """The order in which `count` clusters are launched."""
-        ...
+        return list(range(count))
 
     def place(self, count: int) -> int:
         """Which of `count` free places an allocation in tensor memory gets."""
-        ...
+        return 0
 
     def turn(self, run: Run) -> bool:
         """Move something; False if nothing can move."""
@@ -50,7 +53,7 @@ class Schedule(Protocol):
 
 
 @dataclass(slots=True)
-class InOrder:
+class InOrder(Schedule):
     """Warps in turn. `eager` performs operations as they are issued, `lazy` only when no warp can move without that.
 
     `vain_rounds`: rounds in which warps have done only what they may repeat for ever (Engine.repeat) while operations
@@ -62,14 +65,6 @@ class InOrder:
     resident: int = 1
     quiet_rounds: int = 0
     vain_rounds: int = 0
-
-    def order(self, count: int) -> list[int]:
-        """Ascending."""
-        return list(range(count))
-
-    def place(self, count: int) -> int:
-        """The first."""
-        return 0
 
     def turns_of(self, warps: int) -> int:
         """Each warp runs in each turn."""
@@ -95,7 +90,7 @@ class InOrder:
 
 
 @dataclass(slots=True)
-class Late:
+class Late(Schedule):
     """All but one CTA of each cluster, or all but one warp of each CTA, run as far as they can before that one moves.
 
     Operations end as they are issued. `which`: "cta" or "warp", chosen by its rank or index `number`, modulo their
@@ -110,14 +105,6 @@ class Late:
     resident: int = 1
     quiet_rounds: int = 0
     vain_rounds: int = 0
-
-    def order(self, count: int) -> list[int]:
-        """Ascending."""
-        return list(range(count))
-
-    def place(self, count: int) -> int:
-        """The first."""
-        return 0
 
     def _is_late(self, warp: Warp) -> bool:
         if self.which == "cta":
@@ -152,7 +139,7 @@ class Late:
         return bool(moved or behind)
 
 
-class Random:
+class Random(Schedule):
     """Picks any warp that can move, or any operation that may end, for a short turn; reproducible from its seed."""
 
     defers = True
