@@ -1,15 +1,12 @@
 """A CUDA C++ kernel on the VM, y = a*x + y, and the VM's report of a load past the end."""
 
+from pathlib import Path
+
 import torch
 
 import megamoe.vm
 
-SOURCE = r"""
-extern "C" __global__ void axpy(float *y, const float *x, float a, int n) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = a * x[i] + y[i];
-}
-"""
+SOURCE = Path(__file__).with_name("axpy.cu")
 
 x, y = torch.arange(1000.0), torch.ones(1000)
 vm = megamoe.vm.Device("sm_100a")

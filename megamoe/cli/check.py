@@ -88,7 +88,13 @@ def check(
                 if entry is None:
                     _read(kernel, target, checked, launch.timeout)
                 else:
-                    asked = _Launch(entry, _sizes(launch.grid), _sizes(launch.block), _sizes(launch.cluster), launch)
+                    asked = _Launch(
+                        entry,
+                        _sizes("grid", launch.grid),
+                        _sizes("block", launch.block),
+                        _sizes("cluster", launch.cluster),
+                        launch,
+                    )
                     _launched(kernel, target, asked, schedule or list(SCHEDULES), checked)
         except MemoryError:
             most = share_of_memory(1) / 2**30
@@ -157,11 +163,11 @@ def _about(kernel: str, refused: Exception) -> str:
     return said if kernel in said else f"{kernel}: {said}"
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _sizes(option: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        _unusable(f"{text!r} is no size; write 8 or 8,2,1")
+        _unusable(f"--{option} {text} is no size; write 8 or 8,2,1")
 
 
 def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None:

@@ -222,7 +222,11 @@ def _counters(counters: Mapping[str, int]) -> Table:
     flops = counters.get("mma_flops", 0)
     moved = counters.get("tma_load_bytes", 0) + counters.get("tma_store_bytes", 0)
     row("MMA FLOPs issued", flops, ratio(flops, useful, f"the {useful:,} useful ones"))
-    row("bytes moved by TMA", moved, ratio(moved, least, f"the least, {least:,} (inputs and outputs once)"))
+    row(
+        "bytes moved by TMA",
+        moved,
+        ratio(moved, least, f"inputs and outputs, {least:,}, which other accesses may move too"),
+    )
     conflicts, passes = counters.get("smem_bank_conflicts", 0), counters.get("smem_wavefronts", 0)
     row("bank conflicts", conflicts, f"of {passes:,} passes over the banks")
     shown = {"useful_flops", "minimum_bytes", "mma_flops", "tma_load_bytes", "tma_store_bytes", "smem_bank_conflicts",

@@ -64,6 +64,10 @@ class MarkedYaml:
             path = path[:-1]
         return self.lines.get(path, 1)
 
+    def place(self, path: KeyPath) -> str:
+        """File, line and key of `path`."""
+        return f"{self.file}:{self.line(path)}, {dotted(path)},"
+
     def error(self, path: KeyPath, sentence: str) -> SpecError:
         """A SpecError at `path`."""
         return SpecError(sentence, file=self.file, line=self.line(path), key=dotted(path))

@@ -185,7 +185,9 @@ class Spec:
         try:
             return self.space.parse(case_id)
         except OutsideError as error:
-            raise self._refusal(error) from None
+            about = "" if case_id in str(error) else f"{case_id}: "
+            rule = f"; {self.document.place(error.rule)} says so" if error.rule else ""
+            raise SpecError(f"{about}{error}{rule}") from None
 
     def admits(self, axes: Mapping[str, AxisValue]) -> str | None:
         """Why no case has these axes and the others at their defaults; None if there is such a case."""

@@ -67,7 +67,7 @@ EXPECTED = ROOT / "conformance" / "expected.yaml"
 README = (ROOT / "README.md").read_text("utf-8")
 ON_A_GPU = (ROOT / "docs" / "gpu.md").read_text("utf-8")
 OURS, BEFORE = "ours", "before"
-PEERS = {"cuDNN": "cudnn", "torch flash": "sdpa flash", "FA3": "fa3", "FA4": "fa4", "cudnn-frontend": "cudnn-frontend"}
+PEERS = {"cuDNN": "cudnn", "sdpa flash": "sdpa flash", "FA3": "fa3", "FA4": "fa4", "cudnn-frontend": "cudnn-frontend"}
 ROW = re.compile(r"^\| `(hd=[^`]+)` \| ([\d.]+) \| ([\d.]+) \| ([A-Za-z][\w -]*?) ([\d.]+) \|$", re.MULTILINE)
 
 
