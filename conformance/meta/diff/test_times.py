@@ -19,7 +19,7 @@ from megamoe.diff import times as comparison_time
 from megamoe.diff.times import Centres, centres, ratios
 from megamoe.records.lines import Timing
 
-ROWS = 1500
+ROWS = 1000
 THRESHOLD = 0.02
 Table = npt.NDArray[np.float64]
 Noise = Callable[[np.random.Generator, int, int], Table]
