@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn, cast, get_args
@@ -22,6 +23,7 @@ from megamoe.findings import KernelFinding, Ledger
 from megamoe.records.files import write_file
 from megamoe.records.lines import RecordError
 from megamoe.runner.limits import TimeIsUpError, memory_at_most, share_of_memory, time_at_most
+from megamoe.spec.selection import expand_schedules
 
 SCHEDULES = ("eager", "lazy", "late_cta:0", "late_warp:0", "random:0")
 """The schedules for a launch: work completes at once, as late as the waits allow, and in between; and a CTA of each
@@ -42,7 +44,7 @@ Schedule = Annotated[
     typer.Option(
         "--schedule",
         metavar="NAME",
-        help="eager, lazy, late_cta:RANK, late_warp:INDEX, random:SEED.  [default: five; eager for tests]",
+        help="eager, lazy, late_cta:RANK, late_warp:INDEX, random:SEED, random:FIRST-LAST.  [default: five; tests: eager]",
     ),
 ]
 Entry = Annotated[
@@ -79,6 +81,7 @@ def check(
         _unusable(f"--{launch.idle} does nothing without --entry NAME, which launches a kernel of one file")
     if sought.format not in get_args(Format):
         _unusable(f"--format {sought.format}: the formats are {', '.join(get_args(Format))}")
+    schedules = expand_schedules(schedule or [])
     checked = CheckedRun(_ledger(target, sought))
     for kernel in kernels:
         try:
@@ -95,7 +98,7 @@ def check(
                         _sizes("cluster", launch.cluster),
                         launch,
                     )
-                    _launched(kernel, target, asked, schedule or list(SCHEDULES), checked)
+                    _launched(kernel, target, asked, schedules or SCHEDULES, checked)
         except MemoryError:
             most = share_of_memory(1) / 2**30
             checked.failures.append(f"{kernel}: it takes more memory than this machine has, {most:.3g} GiB")
@@ -103,7 +106,7 @@ def check(
             _unusable(_about(kernel, refused))
         except TimeIsUpError as late:
             checked.failures.append(f"{kernel}: {late}")
-    for name in (schedule or ["eager"]) if tests else []:
+    for name in (schedules or ["eager"]) if tests else []:
         _tested(tests, target, name, sought, launch.timeout, checked)
     _write(checked, sought)
     raise typer.Exit(int(checked.failed))
@@ -190,7 +193,7 @@ def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None
                 checked.failures.append(f"{kernel}: {name}: {unknown}")
 
 
-def _launched(kernel: str, target: str, launch: _Launch, schedules: list[str], checked: CheckedRun) -> None:
+def _launched(kernel: str, target: str, launch: _Launch, schedules: Sequence[str], checked: CheckedRun) -> None:
     """Launches under each schedule on the same arguments. A launch that breaks a rule is not compared."""
     from megamoe.vm import Device
 

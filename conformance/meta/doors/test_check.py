@@ -219,6 +219,10 @@ def test_a_kernel_that_takes_all_memory_is_a_sentence(
         (["KERNEL", "--entry", "fill", "--arg", "q7[3]"], "no dtype 'q7'"),
         (["KERNEL", "--entry", "fill", "--arg", "what"], "write a number, null"),
         (["KERNEL", "--entry", "fill", "--grid", "a"], "--grid a is no size"),
+        (
+            ["KERNEL", "--entry", "fill", "--schedule", "sideways"],
+            "schedule 'sideways' is not eager, lazy, random:SEED",
+        ),
         (["KERNEL", "--entry", "fill"], "takes 2 arguments"),
         (["KERNEL", "--entry", "fill", "--arg", "u32[99999999999999]"], "an array has at most"),
         (["KERNEL", "--arg", "u32[4]"], "--arg does nothing without --entry NAME"),
