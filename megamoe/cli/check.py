@@ -44,7 +44,7 @@ Schedule = Annotated[
     typer.Option(
         "--schedule",
         metavar="NAME",
-        help="eager, lazy, late_cta:RANK, late_warp:INDEX, random:SEED, random:FIRST-LAST.  [default: five; tests: eager]",
+        help="eager, lazy, late_cta:RANK, late_warp:INDEX, random:SEED[-LAST].  [default: five; eager for tests]",
     ),
 ]
 Entry = Annotated[
