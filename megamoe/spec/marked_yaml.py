@@ -66,7 +66,7 @@ class MarkedYaml:
 
     def place(self, path: KeyPath) -> str:
         """File, line and key of `path`."""
-        return f"{self.file}:{self.line(path)}, {dotted(path)},"
+        return f"{self.file}:{self.line(path)}: {dotted(path)}"
 
     def error(self, path: KeyPath, sentence: str) -> SpecError:
         """A SpecError at `path`."""

@@ -186,7 +186,7 @@ class Spec:
             return self.space.parse(case_id)
         except OutsideError as error:
             about = "" if case_id in str(error) else f"{case_id}: "
-            rule = f"; {self.document.place(error.rule)} says so" if error.rule else ""
+            rule = f"; see {self.document.place(error.rule)}" if error.rule else ""
             raise SpecError(f"{about}{error}{rule}") from None
 
     def admits(self, axes: Mapping[str, AxisValue]) -> str | None:
