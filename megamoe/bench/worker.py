@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from pebble import ProcessExpired, ProcessPool
 
 from megamoe.contract import Status
-from megamoe.judge.worker import worker_pool
+from megamoe.judge.worker import end_pool, worker_pool
 from megamoe.runner.forks import interrupts_held_back
 from megamoe.runner.process import manner_of_death
 
@@ -137,8 +137,7 @@ class BenchWorker:
     def replace(self) -> None:
         """Kills the process. The next call starts another."""
         if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
+            end_pool(self._pool)
             self._pool = None
 
     def _start(self) -> ProcessPool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from megamoe.contract import Row, Status
-from megamoe.judge.worker import worker_pool
+from megamoe.judge.worker import end_pool, worker_pool
 from megamoe.records.lines import Record, record_of
 from megamoe.runner.child import give_memory_back
 from megamoe.runner.forks import interrupts_held_back
@@ -138,11 +138,7 @@ def _one_pool(rows: Sequence[Row], settings: RunSettings) -> Generator[Record, N
                 yield record
         pool.close()
     finally:
-        # close() ends idle workers; stop() also ends busy ones, after an interrupt or an early exit. An interrupt here
-        # would leave a worker waiting for tasks, and this process would wait for that worker at exit.
-        with interrupts_held_back():
-            pool.stop()
-            pool.join()
+        end_pool(pool)
 
 
 def _hand_over(finished: queue.SimpleQueue[tuple[Row, Future[Record]]], row: Row, future: Future[Record]) -> None:

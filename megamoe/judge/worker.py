@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from megamoe.runner.child import spare_shared_pages
-from megamoe.runner.forks import ONE_THREAD, replace_environment, server_of_forks
+from megamoe.runner.forks import ONE_THREAD, interrupts_held_back, replace_environment, server_of_forks
 from megamoe.runner.process import keeper_of_worker
 
 if TYPE_CHECKING:
@@ -34,6 +34,16 @@ def worker_pool(workers: int, module: str) -> ProcessPool:
     return ProcessPool(
         workers, initializer=start_worker, initargs=(dict(os.environ), module), context=server_of_forks()
     )
+
+
+def end_pool(pool: ProcessPool) -> None:
+    """Ends the workers of a pool, busy ones too.
+
+    An interrupt here would leave a worker waiting for tasks, and this process would wait for that worker at exit.
+    """
+    with interrupts_held_back():
+        pool.stop()
+        pool.join()
 
 
 def start_worker(environment: Mapping[str, str], module: str) -> None:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
@@ -80,18 +81,38 @@ def _main_left_out() -> Iterator[None]:
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Blocks SIGINT. Processes and threads started within the context inherit the mask, so that Ctrl-C reaches only
-    this process.
+    """Holds SIGINT back until the end. Processes and threads started within the context inherit the mask, so that
+    Ctrl-C reaches only this process.
 
-    A worker that is interrupted while it starts would print its own traceback.
+    A worker that is interrupted while it starts would print its own traceback. The mask is not enough: the system then
+    gives the signal to another thread, and Python still raises KeyboardInterrupt in the main thread. So the main thread
+    only notes an interrupt, too.
     """
     # Starting the tracker lifts the mask, so start it first.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with _interrupts_noted():
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+
+
+@contextmanager
+def _interrupts_noted() -> Iterator[None]:
+    """Within the context, this process only notes an interrupt, and it sends itself that one at the end."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    noted: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+        if noted:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import pytest
 from pebble import ProcessPool
 
 from conformance.fakes import backends as fake_backends
-from megamoe.judge.worker import worker_pool
+from megamoe.judge.worker import end_pool, worker_pool
 from megamoe.runner import process
 from megamoe.runner.child import Confinement, give_memory_back, resident_mib
 from megamoe.runner.forks import interrupts_held_back, server_of_forks
@@ -42,8 +45,7 @@ with open(path, "w") as file:
 def pool() -> Iterator[ProcessPool]:
     pool = worker_pool(1, "json")
     yield pool
-    pool.stop()
-    pool.join()
+    end_pool(pool)
 
 
 IN_THE_SERVER = ("contract", "runner", "records", "spec", "judge.worker")
@@ -80,8 +82,7 @@ def test_a_worker_has_the_environment_of_its_parent(monkeypatch: pytest.MonkeyPa
         threads = pool.schedule(subprocess.getoutput, args=("echo $OMP_NUM_THREADS",))
     assert future.result() == value, "the server is older than this variable; its worker must have it all the same"
     assert threads.result() == "1"
-    pool.stop()
-    pool.join()
+    end_pool(pool)
 
 
 def test_a_worker_is_not_interrupted(pool: ProcessPool) -> None:
@@ -90,10 +91,33 @@ def test_a_worker_is_not_interrupted(pool: ProcessPool) -> None:
     assert signal.SIGINT in mask
 
 
+@pytest.mark.parametrize("received_by", ["this thread", "another thread"])
+def test_an_interrupt_that_is_held_back_comes_at_the_end(received_by: str) -> None:
+    held = False
+    with pytest.raises(KeyboardInterrupt), interrupts_held_back():
+        with interrupts_held_back():
+            # The system gives a signal to the main thread if that does not block it, otherwise to any thread.
+            if received_by == "this thread":
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            else:
+                unmasked = threading.Thread(target=_receive_an_interrupt)
+                unmasked.start()
+                unmasked.join()
+        time.sleep(0.01)
+        held = True
+    assert held, "the interrupt came while it was held back: a pool that ends would hang"
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the next interrupt must arrive"
+
+
+def _receive_an_interrupt() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 START_LATE = """
 import multiprocessing, sys
 from _multiprocessing import sem_unlink
-from megamoe.judge.worker import worker_pool
+from megamoe.judge.worker import end_pool, worker_pool
 from megamoe.runner import forks
 
 # What fails here needs no torch.
@@ -114,8 +138,7 @@ for missing in ("sense", "pool"):
     late.start()
     late.join()
     print(late.exitcode)
-pool.stop()
-pool.join()
+end_pool(pool)
 """
 
 
