@@ -95,18 +95,22 @@ def test_a_worker_is_not_interrupted(pool: ProcessPool) -> None:
 def test_an_interrupt_that_is_held_back_comes_at_the_end(received_by: str) -> None:
     held = False
     with pytest.raises(KeyboardInterrupt), interrupts_held_back():
-        with interrupts_held_back():
-            # The system gives a signal to the main thread if that does not block it, otherwise to any thread.
-            if received_by == "this thread":
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            else:
-                unmasked = threading.Thread(target=_receive_an_interrupt)
-                unmasked.start()
-                unmasked.join()
-        time.sleep(0.01)
-        held = True
+        held = _interrupted_meanwhile(received_by)
     assert held, "the interrupt came while it was held back: a pool that ends would hang"
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the next interrupt must arrive"
+
+
+def _interrupted_meanwhile(received_by: str) -> bool:
+    """True if this returns: the system gives a signal to the main thread, or if that blocks it, to any other."""
+    with interrupts_held_back():
+        if received_by == "this thread":
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        else:
+            unmasked = threading.Thread(target=_receive_an_interrupt)
+            unmasked.start()
+            unmasked.join()
+    time.sleep(0.01)
+    return True
 
 
 def _receive_an_interrupt() -> None:
