@@ -17,7 +17,8 @@ import numpy.typing as npt
 from backends.vm.faults import Fault
 from backends.vm.host.abi import HostError, copy_from
 from backends.vm.host.runtime import INT, INVALID_VALUE, POINTER, SIZE, SUCCESS, UINT, Runtime, answers, put_u64
-from backends.vm.tensor.tensor_map import MAP_BYTES, MAX_RANK, Im2col, TensorMapError, encode_tensor_map
+from backends.vm.memory.map_fences import MAP_BYTES
+from backends.vm.tensor.tensor_map import MAX_RANK, Im2col, TensorMapError, encode_tensor_map
 
 Bytes = npt.NDArray[np.uint8]
 _HOST_TO_HOST, _TO_DEVICE, _TO_HOST, _DEVICE_TO_DEVICE, _DEFAULT = range(5)

@@ -20,7 +20,7 @@ from backends.vm.memory.clocks import Clock, stamp
 from backends.vm.memory.definedness import Missing, lost_in_reduction
 from backends.vm.memory.global_memory import Buffer
 from backends.vm.memory.global_races import Pieces
-from backends.vm.memory.map_fences import MAP_HALF
+from backends.vm.memory.map_fences import MAP_HALF, check_map_address
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.pieces import read_pieces, write_pieces
 from backends.vm.memory.shared import MAX_DYNAMIC, OFFSET_MASK, RANK_SHIFT
@@ -132,7 +132,7 @@ def _check_lanes(warp: Warp, lane: int, granules: Granules) -> None:
         check_acquired(warp, warp.cta, offsets, 4, by)
 
 
-def _shared(b: Binder, operand: Operand) -> Callable[[Warp, int], int]:
+def shared_address(b: Binder, operand: Operand) -> Callable[[Warp, int], int]:
     """Resolves a shared or generic operand to a 32-bit shared address (rank bits included), by lane."""
     address = b.address(operand)
     wide = b.width(getattr(operand, "base", operand)) == 64
@@ -157,8 +157,7 @@ class _TensorOperand:
     def tensor_map(self, warp: Warp, lane: int) -> TensorMap:
         """The decoded map. Reads its lower half, which holds all fields, from whatever space the kernel keeps it in."""
         address = int(self._address(warp)[lane])
-        if address % 64:
-            raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=address)
+        check_map_address(address, lane)
         machine = warp.cta.machine
         machine.races.maps.use(machine.memory, address, warp, lane)
         return decode_tensor_map(machine.read_generic(address, MAP_HALF).tobytes())
@@ -255,7 +254,7 @@ def tensor_load(b: Binder) -> Step:
     pixels, tiled = b.words["mode"] == "im2col", b.words["mode"] in ("", "tile")
     destination, source, barrier, *rest = b.hinted(3 + pixels + multicast)
     offset_rows = _offsets(b, rest.pop(0)) if pixels else []
-    tensor, to, signal = _TensorOperand(b, source), _shared(b, destination), _shared(b, barrier)
+    tensor, to, signal = _TensorOperand(b, source), shared_address(b, destination), shared_address(b, barrier)
     mask_row = b.source(rest[0], "u16") if multicast else None
     line, text = b.instruction.line, b.instruction.text
 
@@ -352,8 +351,8 @@ def linear_load(b: Binder) -> Step:
     combine = (b.words.get("op", ""), b.words.get("type", ""))
     destination, source, size, barrier, *rest = b.hinted(4 + multicast)
     local = "global" not in b.instruction.parts
-    to, signal, count = _shared(b, destination), _shared(b, barrier), b.source(size, "u32")
-    origin = _shared(b, source) if local else None
+    to, signal, count = shared_address(b, destination), shared_address(b, barrier), b.source(size, "u32")
+    origin = shared_address(b, source) if local else None
     address_of = None if local else b.address(source)
     mask_row = b.source(rest[0], "u16") if multicast else None
     line, text = b.instruction.line, b.instruction.text
@@ -429,7 +428,7 @@ def tensor_store(b: Binder) -> Step:
     """Copy a box from shared to global memory, clipped to the tensor. With an operation, reduce it into memory."""
     destination, source = b.hinted(2)
     no_offsets = [0] * (int(b.words["dim"][0]) - 2)
-    tensor, origin = _TensorOperand(b, destination), _shared(b, source)
+    tensor, origin = _TensorOperand(b, destination), shared_address(b, source)
     operation = b.words.get("op", "")
     line, text = b.instruction.line, b.instruction.text
     issuers = _lanes if operation else _issuers(b)
@@ -497,7 +496,7 @@ def _store_performer(
 def linear_store(b: Binder) -> Step:
     """Copy a run of bytes from shared to global memory, or reduce it into memory."""
     destination, source, size = b.hinted(3)
-    address_of, origin, count = b.address(destination), _shared(b, source), b.source(size, "u32")
+    address_of, origin, count = b.address(destination), shared_address(b, source), b.source(size, "u32")
     operation, element = b.words.get("op", ""), b.words.get("type", "")
     line, text = b.instruction.line, b.instruction.text
     issuers = _lanes if operation else _issuers(b)

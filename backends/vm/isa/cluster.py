@@ -10,7 +10,8 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
-from backends.vm.machine.access import active, resolve
+from backends.vm.isa.bulk_copy import shared_address
+from backends.vm.machine.access import active
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.engine import submit
 from backends.vm.machine.warp import Warp
@@ -57,12 +58,10 @@ def getctarank(b: Binder) -> Step:
 
 
 def _remote(b: Binder, operand: Operand) -> Callable[[Warp, int], tuple[Cta, int]]:
-    address = b.address(operand)
-    wide = b.width(getattr(operand, "base", operand)) == 64
+    address = shared_address(b, operand)
 
     def at(warp: Warp, lane: int) -> tuple[Cta, int]:
-        value = address(warp)[lane : lane + 1]
-        shared = int((resolve("", value)[1] if wide else value)[0])
+        shared = address(warp, lane)
         return warp.cta.cluster.cta_of(shared, "st.async"), shared & OFFSET_MASK
 
     return at
@@ -143,15 +142,8 @@ _AXES = {"": 0, "get_first_ctaid::x": 0, "get_first_ctaid::y": 1, "get_first_cta
 
 def _own_offset(b: Binder, operand: Operand) -> Callable[[Warp, int], int]:
     """Resolves a shared or generic address to an offset in this CTA's shared memory."""
-    address = b.address(operand)
-    wide = b.width(getattr(operand, "base", operand)) == 64
-
-    def at(warp: Warp, lane: int) -> int:
-        value = address(warp)[lane : lane + 1]
-        shared = int((resolve("", value)[1] if wide else value)[0])
-        return warp.cta.own_offset(shared, "clusterlaunchcontrol.try_cancel")
-
-    return at
+    address = shared_address(b, operand)
+    return lambda warp, lane: warp.cta.own_offset(address(warp, lane), "clusterlaunchcontrol.try_cancel")
 
 
 @opcode("clusterlaunchcontrol.try_cancel.async{.shared::cta}.mbarrier::complete_tx::bytes{.multicast::cluster::all}.b128",

@@ -297,12 +297,7 @@ def _product(
 def _integer_product(
     a: Float32, b: Float32, old: Words | None, d: InstructionDescriptor, policy: accumulate.Policy, scale: int
 ) -> Words:  # fmt: skip
-    total = a.astype(np.float64) @ b.astype(np.float64).T
-    if old is not None:
-        total = total + old.view(np.int32)
-    if d.saturate:
-        total = np.clip(total, -(2**31), 2**31 - 1)
-    return total.astype(np.int64).astype(np.uint32)
+    return accumulate.integer_mma(a, b, None if old is None else old.view(np.int32), saturate=d.saturate)
 
 
 def _disabled_lanes(b: Binder, mask: Operand) -> Callable[[Warp, int], npt.NDArray[np.bool_]]:

@@ -13,35 +13,32 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault, report
 from backends.vm.isa.barrier import order_memory
-from backends.vm.machine.access import active, resolve, store
+from backends.vm.machine.access import Bytes, active, resolve, store
 from backends.vm.machine.warp import Warp
-from backends.vm.memory.map_fences import MAP_HALF
-from backends.vm.tensor.tensor_map import MAP_BYTES, ORDINALS, replace_field
+from backends.vm.memory.map_fences import MAP_BYTES, MAP_HALF, check_map_address
+from backends.vm.tensor.tensor_map import ORDINALS, replace_field
 
 _SPACES = "global shared::cta"
 
 
-def _changed(warp: Warp, space: str, address: int, lane: int, line: int, change: Callable[[bytes], bytes]) -> None:
-    """Apply `change` to the tensor map at `address`."""
-    if address % 64:
-        raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=address)
+def _changed(warp: Warp, space: str, address: int, lane: int, line: int, change: Callable[[Bytes], Bytes]) -> None:
+    """Apply `change` to the lower half of the tensor map at `address`."""
+    check_map_address(address, lane)
     where, found = resolve(space, np.array([address], np.int64))
     at, memory = int(found[0]), warp.cta.machine.memory
     if where.startswith("shared"):
         at = warp.cta.own_offset(at, "tensormap.replace")
         lower = np.array([at], np.int64)
-        raw = _from_smem(warp, at).tobytes()
-        warp.cta.smem.store(lower, _lower_half(change(raw.ljust(MAP_BYTES, b"\0"))), warp.clock, warp.stamp, line)
+        warp.cta.smem.store(lower, change(_from_smem(warp, at)), warp.clock, warp.stamp, line)
     elif where == "global":
         lower = np.array([at], np.int64)
-        changed = _lower_half(change(memory.load(lower, MAP_HALF).tobytes().ljust(MAP_BYTES, b"\0")))
-        store(warp, "global", lower, changed, line, lanes=np.array([lane]))
+        store(warp, "global", lower, change(memory.load(lower, MAP_HALF)), line, lanes=np.array([lane]))
     else:
         raise Fault("out-of-bounds", f"tensormap.replace in {where} memory; it takes global and shared::cta",
                     lane=lane, address=address)  # fmt: skip
 
 
-def _from_smem(warp: Warp, offset: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+def _from_smem(warp: Warp, offset: int) -> Bytes:
     """Half of a map. Reports an undefined byte in it."""
     smem = warp.cta.smem
     found, missing = smem.load(np.array([offset], np.int64), MAP_HALF, warp.clock, warp.stamp)
@@ -49,10 +46,6 @@ def _from_smem(warp: Warp, offset: int) -> np.ndarray[tuple[int, ...], np.dtype[
         at = offset + int(missing.argmax())
         report(smem.origin_of(at, 0).fault(f"byte {at - offset} of half a tensor map decides a copy", address=at))
     return found
-
-
-def _lower_half(raw: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    return np.frombuffer(raw, np.uint8).reshape(2, MAP_HALF)[:1]
 
 
 _CONSTANT_FIELDS = ("elemtype", "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode")
@@ -81,8 +74,8 @@ def replace(b: Binder) -> Step:
         for lane in active(warp).tolist():
             value = int(values[lane])
 
-            def change(raw: bytes, value: int = value) -> bytes:
-                return replace_field(raw, field, ordinal, value)
+            def change(half: Bytes, value: int = value) -> Bytes:
+                return np.frombuffer(replace_field(half.tobytes(), field, ordinal, value), np.uint8)[None]
 
             _changed(warp, space, int(address(warp)[lane]), lane, line, change)
 
@@ -104,8 +97,7 @@ def copy_and_fence(b: Binder) -> Step:
         lane = int(warp.mask.argmax())
         offset = warp.cta.own_offset(int(origin(warp)[lane]), "tensormap.cp_fenceproxy")
         target = int(to(warp)[lane])
-        if target % 64:
-            raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=target)
+        check_map_address(target, lane)
         for half in (0, MAP_HALF):
             if not half or warp.cta.smem.defined[offset + half : offset + half + MAP_HALF].all():
                 at = np.array([target + half], np.int64)

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.faults import Fault
-from backends.vm.isa.warp_mma import whole_warp
+from backends.vm.isa.warp_mma import in_shared, whole_warp
 from backends.vm.machine import access
 from backends.vm.machine.warp import Warp
 from backends.vm.tensor.tmem_layout import decompressed
@@ -25,14 +24,6 @@ _ROW_BYTES = 16
 _LANE = np.arange(32)
 _SPACES = "shared shared::cta"
 _FORMATS = "b6x16_p32 b4x16_p64"
-
-
-def _in_shared(space: str, addresses: access.Addresses, what: str) -> tuple[str, access.Addresses]:
-    space, addresses = access.resolve(space, addresses)
-    if not space.startswith("shared"):
-        raise Fault("wrong-space", f"{what} takes addresses in shared memory, these are {space} ones",
-                    address=int(addresses[0]))  # fmt: skip
-    return space, addresses
 
 
 def _transposed(rows: Bytes, height: int) -> Words:
@@ -64,7 +55,7 @@ def ldmatrix_bytes(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         whole_warp(warp, what)
-        where, addresses = _in_shared(space, addresses_of(warp)[: height * matrices], what)
+        where, addresses = in_shared(space, addresses_of(warp)[: height * matrices], what)
         data = access.load(warp, where, addresses, _ROW_BYTES)
         if packed:
             data = decompressed(data, packed)
@@ -87,7 +78,7 @@ def stmatrix_bytes(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         whole_warp(warp, what)
-        where, addresses = _in_shared(space, addresses_of(warp)[: 8 * matrices], what)
+        where, addresses = in_shared(space, addresses_of(warp)[: 8 * matrices], what)
         data = np.zeros((8 * matrices, _ROW_BYTES), np.uint8)
         for matrix, row in enumerate(held):
             elements = warp.u32[row].view(np.uint8).reshape(32, 4)

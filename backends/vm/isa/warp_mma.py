@@ -224,7 +224,8 @@ def whole_warp(warp: Warp, what: str) -> None:
                     lane=lane)  # fmt: skip
 
 
-def _resolve(space: str, addresses: access.Addresses, what: str) -> tuple[str, access.Addresses]:
+def in_shared(space: str, addresses: access.Addresses, what: str) -> tuple[str, access.Addresses]:
+    """The space and the addresses that `access.resolve` gives. Fault unless `what` gets shared memory."""
     space, addresses = access.resolve(space, addresses)
     if not space.startswith("shared"):
         raise Fault("wrong-space", f"{what} takes addresses in shared memory, these are {space} ones",
@@ -253,7 +254,7 @@ def ldmatrix(b: Binder) -> Step:
         whole_warp(warp, what)
         answer = quick.perform(warp)
         if answer == NO:
-            where, addresses = _resolve(space, addresses_of(warp)[: _ROWS * count], what)
+            where, addresses = in_shared(space, addresses_of(warp)[: _ROWS * count], what)
             values, missing = access.take(warp, where, addresses, MATRIX_ROW_BYTES)
             words = load_matrices(values, transposed=transposed)
         else:
@@ -297,7 +298,7 @@ def stmatrix(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         whole_warp(warp, what)
-        where, addresses = _resolve(space, addresses_of(warp)[: _ROWS * count], what)
+        where, addresses = in_shared(space, addresses_of(warp)[: _ROWS * count], what)
         access.store(warp, where, addresses, store_matrices(_gather(warp, index), transposed=transposed), line)
 
     keys, index = [(32, row) for row in rows], index_of(rows)
@@ -307,7 +308,7 @@ def stmatrix(b: Binder) -> Step:
         origin = warp.undefined.origin(keys, line)
         outcome = run(warp)
         if origin is not None:
-            where, addresses = _resolve(space, addresses_of(warp)[: _ROWS * count], what)
+            where, addresses = in_shared(space, addresses_of(warp)[: _ROWS * count], what)
             lanes = np.arange(len(addresses))
             access.undefine(warp, where, addresses, hidden, origin.stored_at(line, warp.name), lanes=lanes)
         return outcome

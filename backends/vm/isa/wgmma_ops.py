@@ -356,12 +356,7 @@ def _multiplied(
 ) -> Elements:
     """Raw accumulators [16, n] from the operands and the previous raw accumulators. `stored`: of a sparse A."""
     if form.d_type == "s32":
-        total = a.astype(np.float64) @ b.astype(np.float64).T
-        if old is not None:
-            total = total + old.view(np.int32)
-        if form.saturate:
-            total = np.clip(total, -(2**31), 2**31 - 1)
-        return total.astype(np.int64).astype(np.uint32)
+        return accumulate.integer_mma(a, b, None if old is None else old.view(np.int32), saturate=form.saturate)
     half = form.d_type == "f16"
     c = None if old is None else old.view(np.float16).astype(np.float32) if half else old.view(np.float32)
     result = accumulate.mma(

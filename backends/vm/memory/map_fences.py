@@ -22,8 +22,17 @@ if TYPE_CHECKING:
     from backends.vm.memory.global_memory import GlobalMemory
     from backends.vm.memory.global_races import Accessor, GlobalRaces
 
-MAP_HALF: Final = 64
+MAP_BYTES: Final = 128
+MAP_HALF: Final = MAP_BYTES // 2
 """Bytes of the lower half of a map, which holds all fields. Kernels leave the upper half unwritten."""
+
+
+def check_map_address(address: int, lane: int) -> None:
+    """Fault unless a tensor map can lie at `address`, which `lane` gives."""
+    if address % MAP_HALF:
+        raise Fault(
+            "misaligned", f"a tensor map must lie at a multiple of {MAP_HALF} bytes", lane=lane, address=address
+        )
 
 
 @dataclass(frozen=True, slots=True)

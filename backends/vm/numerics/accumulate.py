@@ -135,6 +135,16 @@ def warp_product(
     return canonical(total + c)
 
 
+def integer_mma(a: Float32, b: Float32, c: npt.NDArray[np.int32] | None, *, saturate: bool) -> npt.NDArray[np.uint32]:
+    """Words of the integers A B^T + C. A sum beyond 32 bits wraps, or is clamped."""
+    total = a.astype(np.float64) @ b.astype(np.float64).T
+    if c is not None:
+        total = total + c
+    if saturate:
+        total = np.clip(total, -(2**31), 2**31 - 1)
+    return total.astype(np.int64).astype(np.uint32)
+
+
 def _in_ring(a: Float32, b: Float32, c: Float32 | None, kind: str) -> Float32:
     # Elements that a sparse A does not store are 0, and in the ring 0 times any word is 0, even infinities and NaN.
     if kind != "bf16":

@@ -16,7 +16,6 @@ from typing import Literal, NoReturn
 from backends.vm.faults import Fault
 from backends.vm.tensor.swizzle import Swizzle
 
-MAP_BYTES = 128
 MAX_RANK = 5
 Target = Literal["sm_90a", "sm_100a"]
 OobFill = Literal["zero", "nan"]
@@ -353,7 +352,7 @@ ORDINALS = {"box_dim": 5, "global_dim": 5, "element_stride": 5, "global_stride":
 
 
 def replace_field(raw: bytes, field: str, ordinal: int, value: int) -> bytes:
-    """`raw` (128 bytes) with one field replaced.
+    """`raw`, all of a map or its lower half, with one field replaced.
 
     `value` as in tensormap.replace: dimensions and boxes as they are, the rank minus one, strides in bytes, element
     types by their number in Table 33 (13 to 15 are assumed to be stored as 11 to 13). Bits beyond the field are
@@ -371,7 +370,7 @@ def replace_field(raw: bytes, field: str, ordinal: int, value: int) -> bytes:
     else:
         low, width, step = _PLAIN.get(field) or _LESS_ONE[field]
         word = _set(word, low + step * ordinal, width, value - (field in _LESS_ONE))
-    return word.to_bytes(MAP_BYTES, "little")
+    return word.to_bytes(len(raw), "little")
 
 
 def _set(word: int, low: int, width: int, value: int) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conformance import ROOT
 from conformance.fakes.commands import python
 from megamoe.export.findings import read_findings
 
@@ -16,6 +19,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the extra `triton` is not installed"
 )
 
+SOFTMAX = ROOT / "examples" / "tests" / "test_softmax.py"
 HEAD = """
 import pytest, torch, triton, triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -254,6 +258,33 @@ def test_a_test_suite_runs_and_findings_fail_it(tmp_path: Path) -> None:
     assert "tl.load(x + tl.arange" in lines[one.place.line - 1], f"line {one.place} is not that of the access"
     assert one.times == 2, "two tests meet one fault"
     assert '"ruleId": "out-of-bounds"' in (tmp_path / "found.sarif").read_text(), "a second file is written, too"
+
+
+def _as_it_says(folder: Path) -> str:
+    """What the example of a test suite prints if it is run in `folder` as its comment says."""
+    (command,) = re.findall("^# Without a GPU: pytest (.+)$", SOFTMAX.read_text("utf-8"), re.MULTILINE)
+    assert f"\npytest {command}\n" in (ROOT / "docs" / "bring-your-kernel.md").read_text("utf-8")
+    return python("-m", "pytest", "-p", "no:cacheprovider", *command.split(), cwd=folder).stdout
+
+
+def test_the_example_of_a_test_suite_runs() -> None:
+    said = _as_it_says(ROOT)
+    assert "4 passed" in said, said
+    assert "megamoe" not in SOFTMAX.read_text("utf-8").partition("\nimport ")[2], "it is a suite for a GPU, unchanged"
+
+
+def test_the_example_of_a_test_suite_fails_without_the_mask_of_its_store(tmp_path: Path) -> None:
+    copied = tmp_path / SOFTMAX.relative_to(ROOT)
+    shutil.copytree(SOFTMAX.parent, copied.parent, ignore=shutil.ignore_patterns("__pycache__"))
+    lines = SOFTMAX.read_text("utf-8").splitlines(keepends=True)
+    (store,) = [at for at, line in enumerate(lines) if "tl.store" in line]
+    lines[store] = lines[store].replace(", mask=inside", "")
+    copied.write_text("".join(lines))
+    said = _as_it_says(tmp_path)
+    assert "2 failed, 2 passed" in said, said
+    for rule in ("global-race", "out-of-bounds"):
+        named = re.findall(rf"^error \[{rule}\] kernel softmax_kernel, \S+test_softmax.py:(\d+):", said, re.MULTILINE)
+        assert set(named) == {str(store + 1)}, f"each [{rule}] names the line of the store: {said}"
 
 
 @pytest.mark.parametrize(
