@@ -49,6 +49,7 @@ from backends.vm.memory.lane_acquires import LaneAcquires
 from backends.vm.memory.lane_releases import MAX_AGENTS, LaneReleases
 from backends.vm.memory.lanes import LaneMarks
 from backends.vm.memory.map_fences import MAP_HALF, MapFences
+from backends.vm.memory.map_reads import MapReads
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,12 +286,15 @@ class GlobalRaces:
         self.chain = LaunchChain()
         self.stored = False
         self.maps = MapFences(self)
+        self.map_reads = MapReads(self)
         self._shadows: dict[int, Shadow] = {}
         self._places: list[MemoryWords] = []
         self._partial = np.zeros(MAX_AGENTS, np.bool_)
 
     def begin_launch(self, kernel: str, *, dependent: bool = False) -> None:
         """Order everything so far before everything from now on, except what a `dependent` launch may overlap."""
+        if dependent:
+            self._mark_map_reads()
         self.chain.begin(kernel, self._shadows, dependent=dependent)
         self.flags.clear()
         self.first_ctas.clear()
@@ -300,6 +304,7 @@ class GlobalRaces:
         self._places = []
         self.stored = False
         self.maps = MapFences(self)
+        self.map_reads = MapReads(self)
 
     def begin_cluster(self, first: Dim3) -> int:
         """Register a cluster that begins at CTA `first`. Returns its serial number."""
@@ -363,6 +368,8 @@ class GlobalRaces:
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
         accesses = GlobalAccesses("is overwritten", buffer, shadow, granules, warp, lanes, by_lane, (addresses, values))
+        if buffer in self.map_reads.reads:
+            self.map_reads.check(accesses, size)
         if strong and not by_lane and self.stored:
             self._check_fenced(accesses, "reduces into", weak=True)
         if not strong:
@@ -381,13 +388,19 @@ class GlobalRaces:
     def map_changes(self, memory: GlobalMemory, address: int, warp: Accessor, *, used: bool) -> dict[int, int]:
         """Marks and PTX lines of this launch's writes to the tensor map at `address` that are ordered before `warp`.
 
-        `used`: the map is being used, so that a write which is not ordered before is a race.
+        `used`: the map is being used, so that a write which is not ordered before is a race, and one by a launch that
+        may still run is reported too.
         """
         buffer = memory.holding(address)
-        shadow = None if buffer is None or not buffer.writable else self._shadows.get(buffer.base)
-        if buffer is None or shadow is None or address + MAP_HALF > buffer.end:
+        if buffer is None or not buffer.writable or address + MAP_HALF > buffer.end:
             return {}
-        granules = shadow.granules(np.array([address], np.int64), MAP_HALF)
+        place = np.array([address], np.int64)
+        if used and self.chain.before:
+            self.chain.check(buffer, place, MAP_HALF, warp.clock, writes=False, by_lane=False)
+        shadow = self._shadows.get(buffer.base)
+        if shadow is None:
+            return {}
+        granules = shadow.granules(place, MAP_HALF)
         marks = shadow.writer[granules]
         if not count_nonzero(marks):
             return {}
@@ -401,8 +414,10 @@ class GlobalRaces:
     def place(self, buffer: Buffer, size: int, clock: Clock) -> MemoryWords | None:
         """`buffer` and its marks for machine code, for accesses of `size` bytes by the owner of `clock`.
 
-        None if the marks of an earlier launch count too.
+        None if the marks of an earlier launch, or copies that read a tensor map there, count too.
         """
+        if buffer in self.map_reads.reads:
+            return None
         if self.chain.before and buffer.writable and self.chain.concerns(buffer, clock):
             return None
         shadow = self._shadow(buffer) if buffer.writable else None
@@ -459,6 +474,13 @@ class GlobalRaces:
             buffer = memory.holding(int(addresses[0]))
             if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
                 self.write(buffer, addresses, size, warp, stamps, line, strong=strong, lanes=None)
+
+    def _mark_map_reads(self) -> None:
+        """Mark what copies have read as tensor maps, for a dependent launch that overwrites it too early."""
+        for buffer, address, mark, line in self.map_reads.latest():
+            shadow = self._shadow(buffer)
+            granules = shadow.granules(np.array([address], np.int64), MAP_HALF)
+            shadow.reader[granules], shadow.read_line[granules] = mark, line
 
     def _shadow(self, buffer: Buffer) -> Shadow:
         found = self._shadows.get(buffer.base)
