@@ -59,8 +59,7 @@ It does NOT notice, and why:
   Strong accesses are never checked by lane, as they race with nothing here, nor are operands of the tensor core,
   whichever lane issues it, and sources in global memory of another lane's cp.async.
 - In global memory: a race with any but the last reader of a byte (a mark holds one; the schedules of `megamoe check`
-  let different readers come last), and a load with .nc of what the launch writes where another load reads the byte
-  later.
+  let different readers come last).
 - Of tensor maps in global memory: that a load still reads one that is changed, where its thread has waited for its bulk
   groups instead of the load (memory/map_reads.py says who does so), and that a prefetch does. Nor that an acquire
   is missing for a map that the host or an earlier launch has changed: the start of a launch counts as one, and in a
