@@ -11,7 +11,8 @@ Three things are more lenient than the ISA, so that no finding is wrong:
 - A write that leaves the bytes of a map as they are is no change.
 - Prefetches are not looked at: what they read decides no result.
 
-Of the copies of one thread that end at one place (an mbarrier, its groups), the latest stands for all.
+Of the copies of one thread that end at one place (an mbarrier, its groups), the latest stands for all. Only the lower
+half of a map is looked at, which holds all fields.
 """
 
 from __future__ import annotations
