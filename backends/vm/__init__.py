@@ -59,8 +59,11 @@ It does NOT notice, and why:
   Strong accesses are never checked by lane, as they race with nothing here, nor are operands of the tensor core,
   whichever lane issues it, and sources in global memory of another lane's cp.async.
 - In global memory: a race with any but the last reader of a byte (a mark holds one; the schedules of `megamoe check`
-  let different readers come last), a load with .nc of what the launch writes where another load reads the byte later,
-  and a tensor map that is changed while an earlier copy reads it, or that an earlier launch has changed.
+  let different readers come last).
+- Of tensor maps in global memory: that a load still reads one that is changed, where its thread has waited for its bulk
+  groups instead of the load (memory/map_reads.py says who does so), and that a prefetch does. Nor that an acquire
+  is missing for a map that the host or an earlier launch has changed: the start of a launch counts as one, and in a
+  dependent launch griddepcontrol.wait.
 - In a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA
   guide, launches of another stream, and an overwrite of what an earlier launch only read by strong loads.
 - That a CTA ends before its peer has ever accessed its mbarrier: this is found only at the access.

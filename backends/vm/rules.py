@@ -82,6 +82,14 @@ _ALL = (
         "fence.proxy.tensormap::generic.acquire of the map between the change and the copy",
     ),
     _error(
+        "tensor-map-in-use", "9.7.9.25.1",
+        "A tensor map in global memory is overwritten while a copy that was issued before may still read it. The copy "
+        "may then move a box of the wrong tensor.",
+        "Before the change, wait for the mbarriers of the loads through the map, and for the bulk groups of the stores "
+        "(cp.async.bulk.wait_group.read). Between threads, put a barrier after the wait.",
+        "a wait for the end of the copy between the copy and the change",
+    ),
+    _error(
         "dependent-launch-not-awaited", "9.7.13.13",
         "A dependent launch accesses memory that the previous launch, which may still be running, reads or writes.",
         "Execute griddepcontrol.wait before the access.",

@@ -282,6 +282,45 @@ def test_a_rule_that_kernels_live_without_is_found_and_the_result_stays(rule: st
         assert all(np.array_equal(data[name], right[name]) for name in data), f"{schedule}: the results differ"
 
 
+LATER = "ld.global.u32 %r2, [%rd2];"
+CONSTANT = {
+    "a plain load later": ("st.global.u32 [%rd2], %tx;", LATER),
+    "a plain load and a store later": ("", f"{LATER} st.global.u32 [%rd2], %tx;"),
+    "an atomic later": ("", f"{LATER} red.global.add.u32 [%rd2], %tx;"),
+    "loads of parts": ("st.global.u32 [%rd2], %tx;", "ld.global.u8 %r2, [%rd2]; ld.global.u16 %r2, [%rd2+2];"),
+}
+"""What stands before and after a load with .nc: the byte is written, and another load is the last to read it."""
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_a_constant_load_is_found_whatever_reads_the_byte_later(name: str) -> None:
+    before, behind = CONSTANT[name]
+    for of, rules in (("%out", ["constant-load-of-written"]), ("%x", list[str]())):
+        body = f"""mul.wide.u32 %rd1, %tx, 4; add.u64 %rd2, %out, %rd1; add.u64 %rd3, {of}, %rd1;
+        {before}
+        ld.global.nc.u32 %r1, [%rd3];
+        {behind}
+        ret;"""
+        found, _ = collected(Kernel(body, {"x": np.zeros(32, np.uint32), "out": np.zeros(32, np.uint32)}))
+        assert slugs(found) == rules, f"a load of {of} with .nc, {name}: {list(map(str, found))}"
+        assert not found or "ld.global.nc" in found[0].text, f"{found[0]} names another load"
+
+
+def test_a_constant_load_in_machine_code_is_found_too() -> None:
+    """A loop loads so many words with .nc that the load is compiled, and each again without. The last is written."""
+    count = 3000
+    body = f"""mul.wide.u32 %rd1, %tx, 4; add.u64 %rd2, %out, %rd1; mov.u32 %r3, 0;
+    AGAIN:
+    ld.global.nc.u32 %r1, [%rd2];
+    ld.global.u32 %r2, [%rd2];
+    add.u64 %rd2, %rd2, 128; add.u32 %r3, %r3, 1; setp.lt.u32 %p1, %r3, {count}; @%p1 bra AGAIN;
+    st.global.u32 [%rd2+-128], %tx;
+    ret;"""
+    found, _ = collected(Kernel(body, {"out": np.zeros(32 * count, np.uint32)}))
+    assert slugs(found) == ["constant-load-of-written"], f"found {list(map(str, found))}"
+    assert f"byte {128 * (count - 1)} of `out`" in str(found[0]), f"{found[0]} names a word that nobody writes"
+
+
 @pytest.mark.parametrize("rule", GRADED)
 def test_a_judged_row_fails_on_it_unless_only_collectors_are_told(rule: str) -> None:
     met = ""

@@ -162,6 +162,11 @@ class _TensorOperand:
         machine.races.maps.use(machine.memory, address, warp, lane)
         return decode_tensor_map(machine.read_generic(address, MAP_HALF).tobytes())
 
+    def note_read(self, warp: Warp, lane: int, agent: int, serial: int) -> None:
+        """Record that copy number `serial`, whose end is an action of `agent`, reads the map."""
+        machine = warp.cta.machine
+        machine.races.map_reads.note(machine.memory, int(self._address(warp)[lane]), warp, lane, agent, serial)
+
     def coordinates(self, warp: Warp, lane: int) -> list[int]:
         """Coordinates, dimension 0 first."""
         return [int(warp.s32[row][lane]) for row in self._rows]
@@ -278,6 +283,7 @@ def tensor_load(b: Binder) -> Step:
                     warp, cta, plan, signalled, lambda p=plan, m=tensor_map: _read_global(warp, p, m), line, text
                 )
                 _note_read(warp, plan, stamp(signalled.copy_agent, serial), lane)
+                tensor.note_read(warp, lane, signalled.copy_agent, serial)
         warp.next_epoch()
 
     return step
@@ -444,6 +450,7 @@ def tensor_store(b: Binder) -> Step:
             offset = warp.cta.own_offset(address, "tensor store")
             plan = _plan(b, tensor_map, tensor.coordinates(warp, lane), offset, no_offsets, store=True)
             serial, groups = warp.cta.cluster.next_copy(), CopyGroups.of(warp.copies.bulk, lane, warp.agents)
+            tensor.note_read(warp, lane, groups.agent, serial)
             reader = stamp(groups.agent, serial)
             granules = granules_of(plan.smem_addresses, plan.piece_bytes)
             _check_lanes(warp, lane, granules)
@@ -545,7 +552,7 @@ def commit_group(b: Binder) -> Step:
 
     def step(warp: Warp) -> None:
         for lane in _lanes(warp):
-            CopyGroups.of(warp.copies.bulk, lane, warp.agents).commit()
+            CopyGroups.of(warp.copies.bulk, lane, warp.agents).commit(warp.cta.cluster.copy_serial)
 
     return step
 
@@ -557,14 +564,15 @@ def wait_group(b: Binder) -> Step:
     allowed, reads = b.immediate(b.expect(1)[0]), bool(b.words["read"])
 
     def step(warp: Warp) -> object:
-        groups = [CopyGroups.of(warp.copies.bulk, lane, warp.agents) for lane in _lanes(warp)]
+        groups = {lane: CopyGroups.of(warp.copies.bulk, lane, warp.agents) for lane in _lanes(warp)}
 
         def finish() -> None:
-            for group in groups:
+            for lane, group in groups.items():
+                warp.cta.machine.races.map_reads.wait(warp, lane, group.issued(allowed))
                 _learn(warp, group, group.waited(allowed), 0 if reads else group.written(allowed))
 
         return Wait(
-            ready=lambda: not any(group.outstanding(allowed) for group in groups),
+            ready=lambda: not any(group.outstanding(allowed) for group in groups.values()),
             reason=lambda: f"all but {allowed} of its bulk groups to end",
             finish=finish,
         )

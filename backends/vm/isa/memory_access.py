@@ -97,11 +97,11 @@ def ld(b: Binder) -> Step:
     strong = "sem" in b.words and _strong(b)
     used, line = b.rows.used, b.instruction.line
     rows_of = {column: (WIDTH_OF_VIEW[view], row) for column, view, row in targets}
-    quick = None
+    quick, constant = None, bool(b.words.get("nc"))
     # Undefined bytes need the addresses again after the load, so the load must not overwrite its base register.
     if space in SPACES and not strong and base not in rows_of.values():
         quick = QuickAccess(space, addressed, dtype.itemsize * words, [rows_of.get(i) for i in range(len(items))],
-                            line, stores=False, signed=kind[0] == "s")  # fmt: skip
+                            line, stores=False, signed=kind[0] == "s", constant=constant)  # fmt: skip
 
     def leave_undefined(warp: Warp, missing: Missing) -> NoReturn:
         """Mark registers undefined, but not those that nothing reads: compilers load whole vectors."""
@@ -130,7 +130,7 @@ def ld(b: Binder) -> Step:
             addresses = addresses[warp.mask]
         if strong:
             access.synchronise(warp, space, addresses, sem, scope, acquire=True, release=False)
-        loaded, missing = access.take(warp, space, addresses, size, strong=strong)
+        loaded, missing = access.take(warp, space, addresses, size, strong=strong, constant=constant)
         values = loaded.view(dtype)
         for column, view, row in targets:
             register = getattr(warp, view)[row]

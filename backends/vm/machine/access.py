@@ -103,10 +103,11 @@ def take(
     *,
     strong: bool = False,
     lanes: Addresses | None = None,
+    constant: bool = False,
 ) -> tuple[Bytes, Missing | None]:
     """`size` bytes at each address, uint8 [n, size], and which of them are undefined (None: none).
 
-    `lanes` own the addresses, by default the active ones.
+    `lanes` own the addresses, by default the active ones. `constant`: a load with .nc.
     """
     lanes = active(warp) if lanes is None else lanes
     groups = _groups(space, addresses)
@@ -117,18 +118,20 @@ def take(
             None,
         )
         for group in groups:
-            values[group], missing = take(warp, space, addresses[group], size, strong=strong, lanes=lanes[group])
+            values[group], missing = take(
+                warp, space, addresses[group], size, strong=strong, lanes=lanes[group], constant=constant
+            )
             if missing is not None:
                 hidden[group], origin = missing.bytes_, missing.origin
         return values, None if origin is None else Missing(hidden, origin)
     try:
-        return _take(warp, space, addresses, size, lanes, strong=strong)
+        return _take(warp, space, addresses, size, lanes, strong=strong, constant=constant)
     except Fault as fault:
         raise _of_lane(fault, lanes) from None
 
 
 def _take(
-    warp: Warp, space: str, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool
+    warp: Warp, space: str, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool, constant: bool
 ) -> tuple[Bytes, Missing | None]:
     space, addresses = resolve(space, addresses)
     if space.startswith("shared"):
@@ -151,9 +154,9 @@ def _take(
     machine = warp.cta.machine
     buffer, offsets = machine.memory.locate(addresses, size, "load")
     if buffer is None:
-        return _split_load(warp, addresses, size, lanes, strong=strong)
+        return _split_load(warp, addresses, size, lanes, strong=strong, constant=constant)
     if buffer.writable and not strong:
-        machine.races.read(buffer, addresses, size, warp, warp.stamp, lanes=lanes)
+        machine.races.read(buffer, addresses, size, warp, warp.stamp, lanes=lanes, constant=constant)
     return read_pieces(buffer.data, offsets, size), missing_in(buffer, offsets, size)
 
 
@@ -268,11 +271,11 @@ def _undefine_global(warp: Warp, addresses: Addresses, missing: Mask, origin: Or
 
 
 def _split_load(
-    warp: Warp, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool
+    warp: Warp, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool, constant: bool
 ) -> tuple[Bytes, Missing | None]:
     """A load whose lanes lie in several buffers, done lane by lane."""
     one = [slice(i, i + 1) for i in range(addresses.size)]
-    parts = [_take(warp, "global", addresses[i], size, lanes[i], strong=strong) for i in one]
+    parts = [_take(warp, "global", addresses[i], size, lanes[i], strong=strong, constant=constant) for i in one]
     values = np.concatenate([values for values, _ in parts])
     origins = [missing.origin for _, missing in parts if missing is not None]
     if not origins:

@@ -169,6 +169,7 @@ class ThreadGroups:
 
     `agent` is the clock index of their reads and of their writes to shared memory, `writer` the clock index of their
     writes to global memory. `writing` holds the newest serial number of each group whose writes no wait has covered.
+    `issued_before` holds, for each committed group, the newest serial number in the cluster at its commit.
     `issuers`: as bits, the lanes that have issued bulk copies here; more than one if one copy was issued for all.
     """
 
@@ -178,10 +179,12 @@ class ThreadGroups:
     open: list[Copy] = field(default_factory=list[Copy])
     committed: list[list[Copy]] = field(default_factory=list[list[Copy]])
     writing: list[int] = field(default_factory=list[int])
+    issued_before: list[int] = field(default_factory=list[int])
 
-    def commit(self) -> None:
-        """Close the open group; an empty one counts (PTX ISA 9.7.9.27.2.1)."""
+    def commit(self, newest: int = 0) -> None:
+        """Close the open group; an empty one counts (PTX ISA 9.7.9.27.2.1). `newest`: the cluster's last copy."""
         self.committed.append(self.open)
+        self.issued_before.append(newest)
         self.writing.append(max((copy.serial for copy in self.open), default=0))
         self.open = []
 
@@ -197,8 +200,14 @@ class ThreadGroups:
         """Forget the groups that a wait for all but `allowed` covers. Returns their highest serial number, or 0."""
         count = max(len(self.committed) - allowed, 0)
         newest = max((copy.serial for group in self.committed[:count] for copy in group), default=0)
-        del self.committed[:count]
+        del self.committed[:count], self.issued_before[:count]
         return newest
+
+    def issued(self, allowed: int) -> int:
+        """The newest serial number in the cluster when the last group was committed that a wait for all but `allowed`
+        covers, or 0."""
+        count = max(len(self.issued_before) - allowed, 0)
+        return self.issued_before[count - 1] if count else 0
 
     def written(self, allowed: int) -> int:
         """As `waited`, for the writes: only a wait without .read covers them."""
@@ -209,7 +218,7 @@ class ThreadGroups:
 
     def hand_over(self) -> None:
         """Forget everything issued: an mbarrier waits for it instead (cp.async.mbarrier.arrive)."""
-        self.open, self.committed, self.writing = [], [], []
+        self.open, self.committed, self.writing, self.issued_before = [], [], [], []
 
     def unread(self) -> list[Copy]:
         """The copies that no wait has covered."""

@@ -182,7 +182,7 @@ class Machine:
     def _check_constant_loads(self, function: BoundFunction) -> None:
         """Report loads with .nc of bytes that the launch that has just ended wrote, before or after."""
         loads = function.code.constant_loads
-        for base, address, line, writer in self.races.written_and_last_read_by(list(loads)) if loads else ():
+        for base, address, line, writer in self.races.written_constants():
             buffer = self.memory.holding(base)
             name, offset = (buffer.name, address - base) if buffer is not None else ("global memory", address)
             report(Fault("constant-load-of-written", f"byte {offset} of `{name}`, which the same launch writes at PTX "

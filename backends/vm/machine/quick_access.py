@@ -43,9 +43,9 @@ class QuickAccess:
     """The weak accesses of an instruction to one of SPACES.
 
     `addressed`: the lane addresses of a warp, the register of their base, and the offset added to it. `element`: bytes
-    of an element in memory. `registers`: one per element, None to discard it. `rows`: nonzero if the whole warp loads
-    this many rows of 16 bytes of its own shared memory, at the addresses of the first lanes; they go to the scratch of
-    its registers.
+    of an element in memory. `registers`: one per element, None to discard it. `constant`: a load with .nc. `rows`:
+    nonzero if the whole warp loads this many rows of 16 bytes of its own shared memory, at the addresses of the first
+    lanes; they go to the scratch of its registers.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class QuickAccess:
         *,
         stores: bool,
         signed: bool = False,
+        constant: bool = False,
         rows: int = 0,
     ) -> None:
         self._space, self._stores, self._rows = space, stores, rows
@@ -66,7 +67,7 @@ class QuickAccess:
         self._view = "s64" if width == 64 else "u32"
         self._size = element * len(registers)
         sizes = tuple(0 if key is None else key[0] // 8 for key in registers)
-        self._shared, self._global = _codes(stores, width // 8, element, signed, sizes)
+        self._shared, self._global = _codes(stores, width // 8, element, signed, sizes, constant)
         places = SCRATCH_PLACES if rows else [(0, 0) if key is None else place_of(key) for key in registers]
         self._program = program(place_of((width, self._row)), self._offset, line, places)
         self._program_address: int = address_of(self._program)

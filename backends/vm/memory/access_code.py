@@ -29,8 +29,8 @@ SHARED_FIELDS: Final = (
     "last_reads",
 )  # fmt: skip
 GLOBAL_FIELDS: Final = (
-    "end", "data", "state", "shadow_base", "shift", "writer", "reader", "writer_line", "reader_line", "lane", "met",
-    "partial",
+    "end", "data", "state", "shadow_base", "shift", "writer", "reader", "writer_line", "reader_line", "constant_line",
+    "lane", "met", "partial",
 )  # fmt: skip
 """The fields of a place: byte bounds, then addresses of arrays; in global memory 0 where there is no such array.
 `readers`: the number of agents whose readings SharedMemory keeps, then each agent and the address of its readings."""

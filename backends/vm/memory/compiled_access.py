@@ -53,7 +53,7 @@ class Kind:
     """What selects the machine code of an access.
 
     `address`: bytes of the address register. `element`: bytes in memory; `registers`: bytes per lane of each register,
-    0 for a discarded one.
+    0 for a discarded one. `constant`: a load with .nc.
     """
 
     memory: Memory
@@ -62,6 +62,7 @@ class Kind:
     element: int
     signed: bool
     registers: tuple[int, ...]
+    constant: bool = False
 
     @property
     def size(self) -> int:
@@ -151,6 +152,8 @@ class _Access(MemoryCode):
             self._look_at_shared(granule, lane)
             return
         b = self.b
+        if self.kind.constant:
+            self._refuse(b.icmp_signed("==", self.place["constant_line"], number(0)))
         for marks in ("writer", "reader") if self.kind.stores else ("writer",):
             found = self.at(self._pointer(marks), granule, I64)
             serial, own = (b.ashr(one, number(CLUSTER_SHIFT)) for one in (found, self.mark))
@@ -253,6 +256,8 @@ class _Access(MemoryCode):
                 self.put(self._pointer(f"{own}_line"), granule, self.line, I32)
                 if self.kind.stores:
                     self._note_lane(granule, lane, self.met)
+            if self.kind.constant:
+                self.put(self._pointer("constant_line"), granule, self.line, I32)
             return
         mark = b.trunc(self.mark, I32)
         if not self.kind.stores:

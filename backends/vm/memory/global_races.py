@@ -43,6 +43,7 @@ from backends.vm.memory.lane_acquires import LaneAcquires
 from backends.vm.memory.lane_releases import MAX_AGENTS, LaneReleases
 from backends.vm.memory.lanes import LaneMarks
 from backends.vm.memory.map_fences import MAP_HALF, MapFences
+from backends.vm.memory.map_reads import MapReads
 
 Dim3 = tuple[int, int, int]
 Addresses = npt.NDArray[np.int64]
@@ -51,7 +52,7 @@ Marks = int | npt.NDArray[np.int64]
 Pieces = tuple[Addresses, int, int]
 """Addresses of the pieces that a copy writes, their size in bytes, and the stamp of the copy."""
 COARSE = 16
-_STATE, _WRITER = (GLOBAL_FIELDS.index(name) for name in ("state", "writer"))
+_STATE, _WRITER, _CONSTANT = (GLOBAL_FIELDS.index(name) for name in ("state", "writer", "constant_line"))
 
 
 class Accessor(Protocol):
@@ -74,7 +75,8 @@ class Accessor(Protocol):
 class Shadow:
     """Marks of one buffer; granule i holds 2 ** shift bytes from base + (i << shift).
 
-    `line` and `lanes` describe the last write; `read_line` the last read.
+    `line` and `lanes` describe the last write, `read_line` the last read, and `constant_line` the last load with .nc;
+    it is made on first use.
     """
 
     base: int
@@ -84,6 +86,7 @@ class Shadow:
     line: npt.NDArray[np.int32]
     read_line: npt.NDArray[np.int32]
     lanes: LaneMarks
+    constant_line: npt.NDArray[np.int32] | None = None
 
     @classmethod
     def of(cls, buffer: Buffer) -> Shadow:
@@ -123,7 +126,16 @@ class Shadow:
             self.line = np.repeat(self.line, times)
             self.read_line = np.repeat(self.read_line, times)
             self.lanes.split(times)
+            if self.constant_line is not None:
+                self.constant_line = np.repeat(self.constant_line, times)
             self.shift = exact
+
+    def note_constant(self, granules: Addresses, line: int) -> None:
+        """Record a load with .nc at PTX `line`."""
+        if self.constant_line is None:
+            places_change()
+            self.constant_line = np.zeros(self.writer.size, np.int32)
+        self.constant_line[granules] = line
 
     def granules(self, addresses: Addresses, size: int) -> Addresses:
         """Granules [n, granules] of accesses of `size` bytes at addresses [n]. Splits granules if needed."""
@@ -182,12 +194,15 @@ class GlobalRaces:
         self.chain = LaunchChain()
         self.stored = False
         self.maps = MapFences(self)
+        self.map_reads = MapReads(self)
         self._shadows: dict[int, Shadow] = {}
         self._places: list[MemoryWords] = []
         self._partial = np.zeros(MAX_AGENTS, np.bool_)
 
     def begin_launch(self, kernel: str, *, dependent: bool = False) -> None:
         """Order everything so far before everything from now on, except what a `dependent` launch may overlap."""
+        if dependent:
+            self._mark_map_reads()
         self.chain.begin(kernel, self._shadows, dependent=dependent)
         self.flags.clear()
         self.first_ctas.clear()
@@ -197,6 +212,7 @@ class GlobalRaces:
         self._places = []
         self.stored = False
         self.maps = MapFences(self)
+        self.map_reads = MapReads(self)
 
     def begin_cluster(self, first: Dim3) -> int:
         """Register a cluster that begins at CTA `first`. Returns its serial number."""
@@ -216,11 +232,13 @@ class GlobalRaces:
         by_lane: bool = True,
         lanes: Addresses | None = None,
         bulk: bool = False,
+        constant: bool = False,
     ) -> None:
         """Check and mark a read of `size` bytes at each address [n] of one buffer, for `warp`.
 
         `stamp`: the reading agent and its epoch. Reports a race; its lane is the number of the access if `by_lane`.
         `lanes` [n]: the lanes of the warp that read; None if unknown. `bulk`: through the asynchronous proxy.
+        `constant`: by a load with .nc.
         """
         if self.chain.before:
             self.chain.check(buffer, addresses, size, warp.clock, writes=False, by_lane=by_lane)
@@ -234,7 +252,9 @@ class GlobalRaces:
         if bulk and self.stored:
             self._check_fenced(accesses, "reads")
         shadow.reader[granules] = warp.agents.mark | stamp
-        shadow.read_line[granules] = warp.agents.line()
+        shadow.read_line[granules] = line = warp.agents.line()
+        if constant:
+            shadow.note_constant(granules, line)
 
     def write(
         self,
@@ -260,6 +280,8 @@ class GlobalRaces:
         shadow = self._shadow(buffer)
         granules = shadow.granules(addresses, size)
         accesses = GlobalAccesses("is overwritten", buffer, shadow, granules, warp, lanes, by_lane, (addresses, values))
+        if buffer in self.map_reads.reads:
+            self.map_reads.check(accesses, size)
         if strong and not by_lane and self.stored:
             self._check_fenced(accesses, "reduces into", weak=True)
         if not strong:
@@ -278,13 +300,19 @@ class GlobalRaces:
     def map_changes(self, memory: GlobalMemory, address: int, warp: Accessor, *, used: bool) -> dict[int, int]:
         """Marks and PTX lines of this launch's writes to the tensor map at `address` that are ordered before `warp`.
 
-        `used`: the map is being used, so that a write which is not ordered before is a race.
+        `used`: the map is being used, so that a write which is not ordered before is a race, and one by a launch that
+        may still run is reported too.
         """
         buffer = memory.holding(address)
-        shadow = None if buffer is None or not buffer.writable else self._shadows.get(buffer.base)
-        if buffer is None or shadow is None or address + MAP_HALF > buffer.end:
+        if buffer is None or not buffer.writable or address + MAP_HALF > buffer.end:
             return {}
-        granules = shadow.granules(np.array([address], np.int64), MAP_HALF)
+        place = np.array([address], np.int64)
+        if used and self.chain.before:
+            self.chain.check(buffer, place, MAP_HALF, warp.clock, writes=False, by_lane=False)
+        shadow = self._shadows.get(buffer.base)
+        if shadow is None:
+            return {}
+        granules = shadow.granules(place, MAP_HALF)
         marks = shadow.writer[granules]
         if not count_nonzero(marks):
             return {}
@@ -298,18 +326,27 @@ class GlobalRaces:
     def place(self, buffer: Buffer, size: int, clock: Clock) -> MemoryWords | None:
         """`buffer` and its marks for machine code, for accesses of `size` bytes by the owner of `clock`.
 
-        None if the marks of an earlier launch count too.
+        None if the marks of an earlier launch, or copies that read a tensor map there, count too.
         """
+        if buffer in self.map_reads.reads:
+            return None
         if self.chain.before and buffer.writable and self.chain.concerns(buffer, clock):
             return None
         shadow = self._shadow(buffer) if buffer.writable else None
         if shadow is not None:
             shadow.split_for(size)
-        known, writer = buffer.place, None if shadow is None else shadow.writer
-        if known is None or known.fields[_STATE] is not buffer.state or known.fields[_WRITER] is not writer:
-            marks = (0, 0, *[None] * 6)
+        known, writer, constant = buffer.place, None, None
+        if shadow is not None:
+            writer, constant = shadow.writer, shadow.constant_line
+        if (
+            known is None
+            or known.fields[_STATE] is not buffer.state
+            or known.fields[_WRITER] is not writer
+            or known.fields[_CONSTANT] is not constant
+        ):
+            marks = (0, 0, *[None] * 7)
             if shadow is not None:
-                marks = (shadow.base, shadow.shift, shadow.writer, shadow.reader, shadow.line, shadow.read_line,
+                marks = (shadow.base, shadow.shift, writer, shadow.reader, shadow.line, shadow.read_line, constant,
                          shadow.lanes.lane, shadow.lanes.met)  # fmt: skip
             known = buffer.place = MemoryWords(buffer.data.size, buffer.data, buffer.state, *marks, self._partial)
             self._places.append(known)
@@ -356,6 +393,13 @@ class GlobalRaces:
             buffer = memory.holding(int(addresses[0]))
             if buffer is not None and buffer.writable and _inside(buffer, addresses, size):
                 self.write(buffer, addresses, size, warp, stamps, line, strong=strong, lanes=None)
+
+    def _mark_map_reads(self) -> None:
+        """Mark what copies have read as tensor maps, for a dependent launch that overwrites it too early."""
+        for buffer, address, mark, line in self.map_reads.latest():
+            shadow = self._shadow(buffer)
+            granules = shadow.granules(np.array([address], np.int64), MAP_HALF)
+            shadow.reader[granules], shadow.read_line[granules] = mark, line
 
     def _shadow(self, buffer: Buffer) -> Shadow:
         found = self._shadows.get(buffer.base)
@@ -460,16 +504,17 @@ class GlobalRaces:
             return name
         return f"{name} of {'the cluster of ' if agents.size > 1 else ''}CTA {self.first_ctas[serial]}"
 
-    def written_and_last_read_by(self, lines: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """Granules that this launch has written and that a load of PTX `lines` was the last to read, one for each line
-        and buffer: the base of the buffer, the address of the granule, and the lines of the load and the write."""
+    def written_constants(self) -> Iterator[tuple[int, int, int, int]]:
+        """Granules that this launch has written, and has loaded with .nc, one for each load and buffer: the base of the
+        buffer, the address of the granule, and the PTX lines of the load and the write."""
         for base, shadow in self._shadows.items():
-            both = np.flatnonzero((shadow.writer != 0) & (shadow.reader != 0))
-            both = both[np.isin(shadow.read_line[both], lines)]
-            _, firsts = np.unique(shadow.read_line[both], return_index=True)
+            if shadow.constant_line is None:
+                continue
+            both = np.flatnonzero((shadow.writer != 0) & (shadow.constant_line != 0))
+            _, firsts = np.unique(shadow.constant_line[both], return_index=True)
             for at in both[firsts].tolist():
                 address = max(shadow.base + (at << shadow.shift), base)
-                yield base, address, int(shadow.read_line[at]), int(shadow.line[at])
+                yield base, address, int(shadow.constant_line[at]), int(shadow.line[at])
 
     def release(self, address: int, warp: Accessor, *, ordered: bool) -> None:
         """A strong write of gpu scope: if `ordered`, the flag carries what `warp` has seen, else what it has
