@@ -110,6 +110,33 @@ def test_bad_input_is_a_sentence_and_status_2(
     assert "Traceback" not in streams.err + streams.out
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("run --jobs many", "--jobs: 'many' is no whole number from 1 to 1,024"),
+        ("run --timeout nan", "--timeout: 'nan' is no number from 0.1 to 604,800"),
+        ("check a.cu --smem many", "--smem: 'many' is no whole number from 0 to 1,048,576"),
+        ("check a.cu --cluster 2,x", "--cluster: '2,x' is no size; write 8 or 8,2,1"),
+        ("export flashinfer a --out b --temperature warm", "--temperature: 'warm' is not one of 'cold', 'hot'"),
+        ("run --jobs", "option '--jobs' requires an argument; see megamoe run --help"),
+        ("gate --strict=yes", "option '--strict' does not take a value; see megamoe gate --help"),
+        ("run --joobs 3", "no such option: --joobs; did you mean --jobs?"),
+        ("run -z", "no such option: -z; see megamoe run --help"),
+        ("list more", "got unexpected extra argument(s) (more); see megamoe list --help"),
+        ("compare a", "missing argument 'AFTER'; see megamoe compare --help"),
+        ("explain a", "missing option '--backend'; see megamoe explain --help"),
+        ("rnu", "no such command 'rnu'; did you mean 'run'?"),
+        ("export nope", "no such command 'nope'; see megamoe export --help"),
+        ("--bogus", "no such option: --bogus; see megamoe --help"),
+    ],
+)
+def test_what_typer_refuses_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    streams = capsys.readouterr()
+    assert streams.err == f"megamoe: {sentence}\n"
+    assert streams.out == ""
+
+
 def test_a_run_that_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["run", "--case", CASE, "--case", "fmha:hd=64,t=2,s_k=3", "--jobs", "1", *_options("WORKS")]
     assert main([*arguments, "--schedule", "eager", "--schedule", "random:0-1"]) == 0

@@ -218,7 +218,7 @@ def test_a_kernel_that_takes_all_memory_is_a_sentence(
         (["KERNEL", "--entry", "fil"], "no entry 'fil'"),
         (["KERNEL", "--entry", "fill", "--arg", "q7[3]"], "no dtype 'q7'"),
         (["KERNEL", "--entry", "fill", "--arg", "what"], "write a number, null"),
-        (["KERNEL", "--entry", "fill", "--grid", "a"], "--grid a is no size"),
+        (["KERNEL", "--entry", "fill", "--grid", "a"], "megamoe: --grid: 'a' is no size; write 8 or 8,2,1"),
         (
             ["KERNEL", "--entry", "fill", "--schedule", "sideways"],
             "schedule 'sideways' is not eager, lazy, random:SEED",
