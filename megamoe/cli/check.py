@@ -250,6 +250,9 @@ def _tested(
     """Runs test suites in their own process. pytest writes to stderr if stdout gets findings that are not text."""
     if importlib.util.find_spec("pytest") is None:
         _unusable(f"{' '.join(tests)}: pytest runs test-suites, and it is not installed: pip install pytest")
+    for one in tests:
+        if not Path(one.partition("::")[0]).exists():
+            _unusable(f"{one}: there is no such file; name TEST.py or TEST.py::NAME")
     with scratch_folder("check") as folder:
         found = folder / "findings.json"
         command = [sys.executable, "-m", "pytest", "-q", "--megamoe-vm", target, "--megamoe-schedule", schedule]
