@@ -82,7 +82,9 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["run", "--resume", "r.jsonl", "--last-failed"], "drop the other options that name rows"),
         (["run", "--last-failed"], "there is no run in results/runs"),
         (["run", "--case", CASE, "--profile", "full"], "--case names its own rows"),
-        (["run", "--profile", "fulll"], "there is no profile 'fulll'"),
+        (["run", "--profile", "fulll"], "megamoe: --profile: 'fulll' is no profile of fmha or nvfp4_moe; there are "),
+        (["run", "--profile", "fulll"], "; did you mean full?"),
+        (["list", "--profile", "huge", "--op", "fmha"], "megamoe: --profile: 'huge' is no profile of fmha; there are"),
         (["run", "--specs", "nowhere"], "nowhere"),
         (["run", "--case", CASE, *_options("WORKS"), "--expected", "nowhere.yaml"], "cannot read nowhere.yaml"),
         (["run", "--case", CASE, *_options("WORKS"), "--output", "."], "cannot write records to"),
@@ -90,7 +92,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["run", "--jbos", "1"], "--jbos"),
         (["gate", "nowhere.jsonl"], "cannot read records from nowhere.jsonl"),
         (["list", "--op", "nsa"], "there is no op 'nsa'"),
-        (["list", "--matrix", "gird"], "there is no matrix 'gird'"),
+        (["list", "--matrix", "gird"], "megamoe: --matrix: 'gird' is no matrix of fmha or nvfp4_moe; there are "),
         (["list", "--where", "hd"], "filter 'hd' is not of the form"),
         (["list", "--where", "head_dim=64"], "no selected case has an axis 'head_dim'"),
         (["list", "--where", "head=4"], "; did you mean heads?"),
@@ -214,6 +216,9 @@ def test_list_filters_and_speaks_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(rows) == 8, "2 head dimensions x 1 t x 4 s_k"
     assert {row["axes"]["hd"] for row in rows} == {64, 128}
     assert all(row["published"] and "grid" in row["matrices"] for row in rows)
+    assert main(["list", "--matrix", "grid", "--matrix", "stages", "--json"]) == 0
+    ops = {row["op"] for row in json.loads(capsys.readouterr().out)}
+    assert ops == {"fmha", "nvfp4_moe"}, "each op has one of the two matrices"
 
 
 def test_doctor_says_why(capsys: pytest.CaptureFixture[str]) -> None:
