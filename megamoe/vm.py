@@ -567,10 +567,12 @@ def as_ptx(source: str | Path, target: str) -> str:
             if isinstance(problem, UnicodeDecodeError):
                 raise LaunchRefusedError(f"the source {name!r} is no text in UTF-8: byte {problem.start}") from None
             why = problem.strerror if isinstance(problem, OSError) else str(problem)
-            told = f"the source {name[:MAX_SOURCE_NAME]!r} is neither text of several lines nor a file that can be read"
+            shown = f"the source {name[:MAX_SOURCE_NAME]!r}"
             if isinstance(source, Path):
-                told = f"the source {name[:MAX_SOURCE_NAME]!r} cannot be read"
-            raise LaunchRefusedError(f"{told}: {why}") from None
+                raise LaunchRefusedError(f"{shown} cannot be read: {why}; name a file of PTX or CUDA C++") from None
+            raise LaunchRefusedError(
+                f"{shown} is neither text of several lines nor a file that can be read: {why}"
+            ) from None
     if not text.strip():
         raise LaunchRefusedError(f"{name} is empty")
     # A PTX module begins with .version, after comments (PTX ISA 5.1).

@@ -65,7 +65,7 @@ def test_the_command_builds_todays_programs(tmp_path: Path, capsys: pytest.Captu
         (["{folder}/nowhere.jsonl", "--op", "fmha"], "nowhere.jsonl"),
         (["{folder}/prose.jsonl", "--op", "fmha"], "prose.jsonl, line 1"),
         (["{folder}/records.jsonl", "--op", "softmax"], "there is no op 'softmax'"),
-        (["{folder}/records.jsonl", "--op", "fmha", "--profile", "smok"], "there is no profile 'smok'"),
+        (["{folder}/records.jsonl", "--op", "fmha", "--profile", "smok"], "--profile: 'smok' is no profile of fmha"),
         (["{folder}/records.jsonl", "--op", "fmha", "--backend", "ptxx"], "there is no backend 'ptxx'"),
     ],
 )

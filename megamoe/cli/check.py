@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn, cast, get_args
 
@@ -91,14 +90,7 @@ def check(
                 if entry is None:
                     _read(kernel, target, checked, launch.timeout)
                 else:
-                    asked = _Launch(
-                        entry,
-                        _sizes("grid", launch.grid),
-                        _sizes("block", launch.block),
-                        _sizes("cluster", launch.cluster),
-                        launch,
-                    )
-                    _launched(kernel, target, asked, schedules or SCHEDULES, checked)
+                    _launched(kernel, target, entry, launch, schedules or SCHEDULES, checked)
         except MemoryError:
             most = share_of_memory(1) / 2**30
             checked.failures.append(f"{kernel}: it takes more memory than this machine has, {most:.3g} GiB")
@@ -110,17 +102,6 @@ def check(
         _tested(tests, target, name, sought, launch.timeout, checked)
     _write(checked, sought)
     raise typer.Exit(int(checked.failed))
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """The launch in `asked`, with its sizes as numbers."""
-
-    entry: str
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    cluster: tuple[int, ...]
-    asked: AskedLaunch
 
 
 def _ledger(target: str, sought: Sought) -> Ledger:
@@ -166,13 +147,6 @@ def _about(kernel: str, refused: Exception) -> str:
     return said if kernel in said else f"{kernel}: {said}"
 
 
-def _sizes(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        _unusable(f"--{option} {text} is no size; write 8 or 8,2,1")
-
-
 def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None:
     """Binds every entry of the kernel file."""
     from megamoe.vm import Device, as_ptx, sentences
@@ -193,19 +167,21 @@ def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None
                 checked.failures.append(f"{kernel}: {name}: {unknown}")
 
 
-def _launched(kernel: str, target: str, launch: _Launch, schedules: Sequence[str], checked: CheckedRun) -> None:
+def _launched(
+    kernel: str, target: str, entry: str, launch: AskedLaunch, schedules: Sequence[str], checked: CheckedRun
+) -> None:
     """Launches under each schedule on the same arguments. A launch that breaks a rule is not compared."""
     from megamoe.vm import Device
 
     first: list[object] | None = None
     for name in schedules:
-        args = [_argument(text, index) for index, text in enumerate(launch.asked.arg or [])]
+        args = [_argument(text, index) for index, text in enumerate(launch.arg or [])]
         try:
             device = Device(target, schedule=name)
             device.ledger, device.reported = checked.ledger, _gathered
-            with time_at_most(launch.asked.timeout, device.machine.whereabouts):
-                device.launch(Path(kernel), launch.entry, launch.grid, launch.block, *args, cluster=launch.cluster,
-                              smem=launch.asked.smem)  # fmt: skip
+            with time_at_most(launch.timeout, device.machine.whereabouts):
+                device.launch(Path(kernel), entry, launch.grid, launch.block, *args, cluster=launch.cluster,
+                              smem=launch.smem)  # fmt: skip
         except KernelFault:
             continue
         except TimeIsUpError as late:
@@ -217,13 +193,13 @@ def _launched(kernel: str, target: str, launch: _Launch, schedules: Sequence[str
         except ValueError as refused:
             _unusable(_about(kernel, refused))
         if first is not None and (unlike := _unlike(first, args)) is not None:
-            checked.ledger.take([_depends(kernel, launch.entry, f"argument {unlike[0]} is another under the schedule "
+            checked.ledger.take([_depends(kernel, entry, f"argument {unlike[0]} is another under the schedule "
                                  f"{name} than under {schedules[0]}, from byte {unlike[1]} on")])  # fmt: skip
             return
         first = first or args
     if not checked.ledger.findings:
         agree = f"the same results under {', '.join(schedules)}"
-        checked.said.append(f"{kernel}: {launch.entry}: no rule broken, {agree}")
+        checked.said.append(f"{kernel}: {entry}: no rule broken, {agree}")
 
 
 def _gathered(finding: KernelFinding) -> None:
@@ -274,6 +250,9 @@ def _tested(
     """Runs test suites in their own process. pytest writes to stderr if stdout gets findings that are not text."""
     if importlib.util.find_spec("pytest") is None:
         _unusable(f"{' '.join(tests)}: pytest runs test-suites, and it is not installed: pip install pytest")
+    for one in tests:
+        if not Path(one.partition("::")[0]).exists():
+            _unusable(f"{one}: there is no such file; name TEST.py or TEST.py::NAME")
     with scratch_folder("check") as folder:
         found = folder / "findings.json"
         command = [sys.executable, "-m", "pytest", "-q", "--megamoe-vm", target, "--megamoe-schedule", schedule]

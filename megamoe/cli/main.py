@@ -9,6 +9,7 @@ Only the requested command is imported, so that a typing error is reported at on
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -22,6 +23,8 @@ from megamoe.cli import INTERRUPTED, READER_GONE
 
 # typer bundles click and names only click's most specific errors.
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
+_WRONG_VALUE = re.compile(r"Invalid value for '(?P<option>[^']+)'.*?: (?:Value error, )?(?P<why>.+)", re.DOTALL)
+"""What typer says about the value of an option."""
 _COMMANDS = {
     "list": ("show", "list_cases"),
     "run": ("run", "run"),
@@ -128,9 +131,14 @@ def _export() -> typer.Typer:
     return made
 
 
+def _named(words: Sequence[str]) -> str | None:
+    """The command that a command line names."""
+    return next((word for word in words if not word.startswith("-")), None)
+
+
 def _needed(words: Sequence[str]) -> Sequence[str]:
     """The commands that a command line may use: all of them for `--help`, a typing error or a completion."""
-    named = next((word for word in words if not word.startswith("-")), None)
+    named = _named(words)
     if _COMPLETING in os.environ or not (named in _ALL or list(words) == ["--version"]):
         return _ALL
     return () if named is None else (named,)
@@ -145,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Ended, OSError, _UsageError) as error:
         from megamoe.cli import terminal
 
-        status, text = _end_of(error)
+        status, text = _end_of(error, _named(words))
         if not isinstance(error, Ended | _UsageError) or status == READER_GONE:
             terminal.let_go_of_stdout()
         if text:
@@ -153,20 +161,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _end_of(error: Exception) -> tuple[int, str]:
-    """The exit status and the message for a command that ended with `error`."""
+def _end_of(error: Exception, command: str | None) -> tuple[int, str]:
+    """The exit status and the message for a `command` that ended with `error`."""
     if isinstance(error, Ended):
         return error.status, "" if error.status == READER_GONE else f"megamoe: {error}"
     if isinstance(error, BrokenPipeError):
         return READER_GONE, ""
     if isinstance(error, OSError):
         return 2, f"megamoe: cannot write the output: {error.strerror or error}"
-    return 2, _usage(error)
+    return 2, _refusal(error, command)
 
 
-def _usage(error: Exception) -> str:
-    """What typer would print about unusable options; for a command without any, its help."""
+def _refusal(error: Exception, command: str | None) -> str:
+    """One sentence from typer's message about an option, a value, an argument or a command.
+
+    A group without any command ends with its help instead.
+    """
     context, text = getattr(error, "ctx", None), str(getattr(error, "format_message", error.__str__)())
-    if context is None or text.startswith("Usage:"):
+    if text.startswith("Usage:"):
         return text
-    return f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n\nError: {text}"
+    text = text.rstrip(".")
+    if wrong := _WRONG_VALUE.fullmatch(text):
+        return f"megamoe: {wrong['option']}: {wrong['why']}"
+    said, _, guess = text.partition(". Did you mean ")
+    if options := getattr(error, "possibilities", None):
+        said, guess = str(getattr(error, "message", text)), f"{' or '.join(sorted(options))}?"
+    if guess:
+        end = f"did you mean {guess}"
+    else:
+        path = context.command_path if context else f"megamoe {command}"
+        end = f"see {path} --help"
+    return f"megamoe: {said[0].lower()}{said[1:]}; {end}"

@@ -184,8 +184,26 @@ class Sought:
     ] = None
 
 
-def _sizes(option: str, meaning: str) -> OptionInfo:
-    return typer.Option(option, metavar="X[,Y[,Z]]", help=meaning)
+class Size(tuple[int, ...]):
+    """Sizes along up to three dimensions. For a plain tuple typer would want several arguments."""
+
+    __slots__ = ()
+
+
+_ONE, _BLOCK = Size((1,)), Size((128,))
+
+
+def _parsed_size(text: object) -> Size:
+    if isinstance(text, Size):
+        return text
+    try:
+        return Size(int(part) for part in str(text).split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{shortened(repr(str(text)))} is no size; write 8 or 8,2,1") from None
+
+
+def _size(option: str, meaning: str) -> OptionInfo:
+    return typer.Option(option, parser=_parsed_size, metavar="X[,Y[,Z]]", help=meaning)
 
 
 MAX_SMEM = 1 << 20
@@ -196,9 +214,9 @@ MAX_SMEM = 1 << 20
 class AskedLaunch:
     """How `megamoe check` launches a kernel. `timeout` also limits reading a kernel, and launches in tests."""
 
-    grid: Annotated[str, _sizes("--grid", "CTAs of the grid.")] = "1"
-    block: Annotated[str, _sizes("--block", "Threads of a CTA.")] = "128"
-    cluster: Annotated[str, _sizes("--cluster", "CTAs of a cluster.")] = "1"
+    grid: Annotated[Size, _size("--grid", "CTAs of the grid.")] = _ONE
+    block: Annotated[Size, _size("--block", "Threads of a CTA.")] = _BLOCK
+    cluster: Annotated[Size, _size("--cluster", "CTAs of a cluster.")] = _ONE
     smem: Annotated[
         int,
         typer.Option(

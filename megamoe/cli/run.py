@@ -32,7 +32,16 @@ from megamoe.gate.expected import stale_entries
 from megamoe.gate.verdict import judge_run
 from megamoe.judge.figures import FigureMaker
 from megamoe.judge.run import Judging, RunSettings, judged
-from megamoe.records.files import RUNS, RecordWriter, check_place, locked, newest_run, read_records, write_file
+from megamoe.records.files import (
+    RUNS,
+    WHERE_RUNS_ARE,
+    RecordWriter,
+    check_place,
+    locked,
+    newest_run,
+    read_records,
+    write_file,
+)
 from megamoe.records.keys import Key
 from megamoe.records.lines import Agreement, AnyLine, Record, RecordError, RunHeader, Shard, record_of
 from megamoe.records.provenance import digests_of, installed_version, run_header
@@ -200,7 +209,7 @@ def _sole_writer(path: Path) -> Iterator[None]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
     except OSError as error:
-        raise RecordError(f"cannot resume {path}: {error.strerror}") from error
+        raise RecordError(f"cannot resume {path}: {error.strerror}; {WHERE_RUNS_ARE}") from error
     with locked(descriptor, f"{path} is being written by another run; wait for it to end"):
         yield
 

@@ -85,13 +85,9 @@ _Row = tuple[Case, list[str], list[str], bool]
 
 
 def _rows(spec: Spec, matrix: list[str] | None, profile: str | None) -> list[_Row]:
-    """The cases of a spec with their matrices, profiles and whether they are published. SpecError for unknown names."""
+    """The cases of a spec with their matrices, profiles and whether they are published."""
     matrices = {name: {case.id for case in cases} for name, cases in spec.matrices.items()}
     profiles = {name: {case.id for case in one.cases} for name, one in spec.profiles.items()}
-    for name in matrix or ():
-        spec.cases(name)
-    if profile is not None:
-        spec.profile(profile)
     rows: list[_Row] = []
     for case in known_cases(spec).values():
         in_matrices = [name for name, ids in matrices.items() if case.id in ids]

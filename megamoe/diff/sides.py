@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from megamoe.contract import DeviceFacts
-from megamoe.records.files import RecordFile, files_in, parse_records, read_records
+from megamoe.records.files import WHERE_RUNS_ARE, RecordFile, files_in, parse_records, read_records
 from megamoe.records.keys import Key, KeyedLine
 from megamoe.records.lines import BASELINE_RUN, AnyLine, Figures, Record, RunHeader, Timing
 
@@ -70,7 +70,9 @@ def _tracked(name: str, root: Path) -> Side:
     revision, colon, inside = name.partition(":")
     commit = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     if commit is None:
-        raise ComparisonError(f"{name}: there is no such file or folder, and {revision!r} is no git revision here")
+        raise ComparisonError(
+            f"{name}: there is no such file or folder, and {revision!r} is no git revision here; {WHERE_RUNS_ARE}"
+        )
     where = commit.decode().strip()
     inside = inside.rstrip("/") if colon else BASELINES
     listed = _git(root, "ls-tree", "-r", "-z", "--name-only", "--full-tree", where, "--", inside)

@@ -40,6 +40,8 @@ from megamoe.records.lines import (
 
 RUNS = Path("results/runs")
 """Where runs write, relative to the current folder."""
+WHERE_RUNS_ARE = f"`megamoe run` writes record files to {RUNS}"
+"""Ends a sentence about a record file that cannot be read."""
 
 _KINDS = ", ".join(model.model_fields["kind"].default for model in get_args(AnyLine))
 _THIS_VERSION = f'{{"schema_version":{SCHEMA_VERSION},'.encode()
@@ -178,7 +180,7 @@ def read_records(path: Path) -> RecordFile:
     try:
         data = plain_bytes(path, most=None)
     except OSError as error:
-        raise RecordError(f"cannot read records from {path}: {error.strerror}") from error
+        raise RecordError(f"cannot read records from {path}: {error.strerror}; {WHERE_RUNS_ARE}") from error
     return parse_records(path, data)
 
 

@@ -22,6 +22,8 @@ MISSING = (
     "signatures need the package cryptography, which is not installed here: in a checkout, pip install -e '.[sign]'"
 )
 
+_MAKES_ONE = "openssl genpkey -algorithm ed25519 makes one"
+
 
 def private_key(path: Path) -> Ed25519PrivateKey:
     """The key in a PEM file. Raises RecordError if there is none."""
@@ -33,12 +35,11 @@ def private_key(path: Path) -> Ed25519PrivateKey:
     try:
         found = load_pem_private_key(plain_bytes(path), None)
     except OSError as error:
-        raise RecordError(f"cannot read the key {path}: {error.strerror}") from error
+        raise RecordError(f"cannot read the key {path}: {error.strerror}; {_MAKES_ONE}") from error
     except (ValueError, TypeError):
-        made = "openssl genpkey -algorithm ed25519 makes one"
-        raise RecordError(f"{path} holds no private key that can be read without a password; {made}") from None
+        raise RecordError(f"{path} holds no private key that can be read without a password; {_MAKES_ONE}") from None
     if not isinstance(found, Ed25519PrivateKey):
-        raise RecordError(f"{path} holds a key of another kind than Ed25519: openssl genpkey -algorithm ed25519")
+        raise RecordError(f"{path} holds a key of another kind than Ed25519; {_MAKES_ONE}")
     return found
 
 
@@ -54,7 +55,8 @@ def trusted_keys(path: Path) -> frozenset[str]:
     try:
         lines = plain_bytes(path).decode("utf-8").splitlines()
     except OSError as error:
-        raise RecordError(f"cannot read the trusted keys {path}: {error.strerror}") from error
+        right = "name a file with a public key of 64 hexadecimal digits on each line"
+        raise RecordError(f"cannot read the trusted keys {path}: {error.strerror}; {right}") from error
     except UnicodeDecodeError:
         raise RecordError(f"cannot read the trusted keys {path}: it is no text") from None
     keys = {number: line.partition("#")[0].strip().lower() for number, line in enumerate(lines, 1)}

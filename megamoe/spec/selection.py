@@ -185,12 +185,19 @@ def _cases_and_schedules(specs: Mapping[str, Spec], selection: Selection) -> lis
 
 
 def with_name(specs: Sequence[Spec], kind: Literal["matrices", "profiles"], names: Sequence[str]) -> list[Spec]:
-    """The specs with any of `names` among their matrices or profiles; all specs if none has one, or `names` is empty.
+    """The specs with any of `names` among their matrices or profiles; all specs if `names` is empty.
 
-    Ops may have different ones. If no spec has a name, the spec itself refuses it later.
+    Ops may have different ones. Raises SelectionError for a name that no spec has.
     """
-    having = [spec for spec in specs if any(name in getattr(spec, kind) for name in names)]
-    return having or list(specs)
+    known = sorted({name for spec in specs for name in getattr(spec, kind)})
+    for name in names:
+        if name not in known:
+            what = {"matrices": "matrix", "profiles": "profile"}[kind]
+            raise SelectionError(
+                f"--{what}: {name!r} is no {what} of {' or '.join(spec.op for spec in specs)}; there are "
+                f"{', '.join(known)}{nearest(name, known)}"
+            )
+    return [spec for spec in specs if not names or any(name in getattr(spec, kind) for name in names)]
 
 
 def checked_targets(names: Iterable[str]) -> tuple[Target, ...]:

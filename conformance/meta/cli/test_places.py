@@ -116,6 +116,38 @@ def test_only_a_plain_file_is_read(
     assert "plain file" in said or "regular file" in said, said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "right"),
+    [
+        (["gate"], "`megamoe run` writes record files to results/runs"),
+        (["run", "--resume"], "`megamoe run` writes record files to results/runs"),
+        (["accept", "--all-of", "*", "--reason", "why not", "--from"], "`megamoe run` writes record files to results"),
+        (["compare", "run.jsonl"], "`megamoe run` writes record files to results/runs"),
+        (["report", "run.jsonl", "--against"], "`megamoe run` writes record files to results/runs"),
+        (["report"], "`megamoe run` writes record files to results/runs"),
+        (["export", "flashinfer", "--out", "made"], "`megamoe run` writes record files to results/runs"),
+        (["gate", "run.jsonl", "--baseline"], "`megamoe accept` makes one"),
+        (["gate", "run.jsonl", "--trusted"], "name a file with a public key of 64 hexadecimal digits on each line"),
+        (["gate", "run.jsonl", "--expected"], "name a YAML file"),
+        (["list", "--specs"], "specs are in specs/ at the top of the repository"),
+        (_asked("run", "WORKS", "--sign"), "openssl genpkey -algorithm ed25519 makes one"),
+        (["check", "a.ptx", "--suppress"], "name a YAML file"),
+    ],
+    ids=lambda one: " ".join(one) if isinstance(one, list) else "",
+)
+def test_a_file_that_is_not_there_is_told_with_what_would_be_right(
+    arguments: list[str], right: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RecordWriter(Path("run.jsonl")) as writer:
+        writer.append(record())
+    assert main([*arguments, "nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("megamoe: ")
+    assert "nowhere" in said
+    assert right in said
+    assert said.count("\n") == 1, f"it is not one sentence: {said}"
+
+
 def _fills_up(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Simulates a disk with room for `after` record lines."""
     append, lines = RecordWriter.append, list[AnyLine]()

@@ -82,7 +82,9 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["run", "--resume", "r.jsonl", "--last-failed"], "drop the other options that name rows"),
         (["run", "--last-failed"], "there is no run in results/runs"),
         (["run", "--case", CASE, "--profile", "full"], "--case names its own rows"),
-        (["run", "--profile", "fulll"], "there is no profile 'fulll'"),
+        (["run", "--profile", "fulll"], "megamoe: --profile: 'fulll' is no profile of fmha or nvfp4_moe; there are "),
+        (["run", "--profile", "fulll"], "; did you mean full?"),
+        (["list", "--profile", "huge", "--op", "fmha"], "megamoe: --profile: 'huge' is no profile of fmha; there are"),
         (["run", "--specs", "nowhere"], "nowhere"),
         (["run", "--case", CASE, *_options("WORKS"), "--expected", "nowhere.yaml"], "cannot read nowhere.yaml"),
         (["run", "--case", CASE, *_options("WORKS"), "--output", "."], "cannot write records to"),
@@ -90,7 +92,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["run", "--jbos", "1"], "--jbos"),
         (["gate", "nowhere.jsonl"], "cannot read records from nowhere.jsonl"),
         (["list", "--op", "nsa"], "there is no op 'nsa'"),
-        (["list", "--matrix", "gird"], "there is no matrix 'gird'"),
+        (["list", "--matrix", "gird"], "megamoe: --matrix: 'gird' is no matrix of fmha or nvfp4_moe; there are "),
         (["list", "--where", "hd"], "filter 'hd' is not of the form"),
         (["list", "--where", "head_dim=64"], "no selected case has an axis 'head_dim'"),
         (["list", "--where", "head=4"], "; did you mean heads?"),
@@ -108,6 +110,33 @@ def test_bad_input_is_a_sentence_and_status_2(
     streams = capsys.readouterr()
     assert sentence in streams.err
     assert "Traceback" not in streams.err + streams.out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("run --jobs many", "--jobs: 'many' is no whole number from 1 to 1,024"),
+        ("run --timeout nan", "--timeout: 'nan' is no number from 0.1 to 604,800"),
+        ("check a.cu --smem many", "--smem: 'many' is no whole number from 0 to 1,048,576"),
+        ("check a.cu --cluster 2,x", "--cluster: '2,x' is no size; write 8 or 8,2,1"),
+        ("export flashinfer a --out b --temperature warm", "--temperature: 'warm' is not one of 'cold', 'hot'"),
+        ("run --jobs", "option '--jobs' requires an argument; see megamoe run --help"),
+        ("gate --strict=yes", "option '--strict' does not take a value; see megamoe gate --help"),
+        ("run --joobs 3", "no such option: --joobs; did you mean --jobs?"),
+        ("run -z", "no such option: -z; see megamoe run --help"),
+        ("list more", "got unexpected extra argument(s) (more); see megamoe list --help"),
+        ("compare a", "missing argument 'AFTER'; see megamoe compare --help"),
+        ("explain a", "missing option '--backend'; see megamoe explain --help"),
+        ("rnu", "no such command 'rnu'; did you mean 'run'?"),
+        ("export nope", "no such command 'nope'; see megamoe export --help"),
+        ("--bogus", "no such option: --bogus; see megamoe --help"),
+    ],
+)
+def test_what_typer_refuses_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    streams = capsys.readouterr()
+    assert streams.err == f"megamoe: {sentence}\n"
+    assert streams.out == ""
 
 
 def test_a_run_that_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -187,6 +216,9 @@ def test_list_filters_and_speaks_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(rows) == 8, "2 head dimensions x 1 t x 4 s_k"
     assert {row["axes"]["hd"] for row in rows} == {64, 128}
     assert all(row["published"] and "grid" in row["matrices"] for row in rows)
+    assert main(["list", "--matrix", "grid", "--matrix", "stages", "--json"]) == 0
+    ops = {row["op"] for row in json.loads(capsys.readouterr().out)}
+    assert ops == {"fmha", "nvfp4_moe"}, "each op has one of the two matrices"
 
 
 def test_doctor_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,12 +213,13 @@ def test_a_kernel_that_takes_all_memory_is_a_sentence(
     [
         (["kernel.py", "--entry", "x"], "launches a kernel of one file"),
         (["kernel.txt"], "a source is KERNEL.ptx"),
-        (["none.ptx"], "'none.ptx' cannot be read: No such file"),
+        (["none.ptx"], "'none.ptx' cannot be read: No such file or directory; name a file of PTX or CUDA C++"),
+        (["none.py::test_none"], "none.py::test_none: there is no such file; name TEST.py or TEST.py::NAME"),
         (["KERNEL", "--target", "sm_80"], "no machine for the target 'sm_80'"),
         (["KERNEL", "--entry", "fil"], "no entry 'fil'"),
         (["KERNEL", "--entry", "fill", "--arg", "q7[3]"], "no dtype 'q7'"),
         (["KERNEL", "--entry", "fill", "--arg", "what"], "write a number, null"),
-        (["KERNEL", "--entry", "fill", "--grid", "a"], "--grid a is no size"),
+        (["KERNEL", "--entry", "fill", "--grid", "a"], "megamoe: --grid: 'a' is no size; write 8 or 8,2,1"),
         (
             ["KERNEL", "--entry", "fill", "--schedule", "sideways"],
             "schedule 'sideways' is not eager, lazy, random:SEED",
