@@ -20,7 +20,7 @@ from backends.vm.memory.clocks import Clock, stamp
 from backends.vm.memory.definedness import Missing, lost_in_reduction
 from backends.vm.memory.global_memory import Buffer
 from backends.vm.memory.global_races import Pieces
-from backends.vm.memory.map_fences import MAP_HALF
+from backends.vm.memory.map_fences import MAP_HALF, check_map_place
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.pieces import read_pieces, write_pieces
 from backends.vm.memory.shared import MAX_DYNAMIC, OFFSET_MASK, RANK_SHIFT
@@ -157,9 +157,8 @@ class _TensorOperand:
     def tensor_map(self, warp: Warp, lane: int) -> TensorMap:
         """The decoded map. Reads its lower half, which holds all fields, from whatever space the kernel keeps it in."""
         address = int(self._address(warp)[lane])
-        if address % 64:
-            raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=address)
         machine = warp.cta.machine
+        check_map_place(machine.memory, address, lane)
         machine.races.maps.use(machine.memory, address, warp, lane)
         return decode_tensor_map(machine.read_generic(address, MAP_HALF).tobytes())
 

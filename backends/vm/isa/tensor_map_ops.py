@@ -15,7 +15,7 @@ from backends.vm.faults import Fault, report
 from backends.vm.isa.barrier import order_memory
 from backends.vm.machine.access import active, resolve, store
 from backends.vm.machine.warp import Warp
-from backends.vm.memory.map_fences import MAP_HALF
+from backends.vm.memory.map_fences import MAP_HALF, check_map_place
 from backends.vm.tensor.tensor_map import MAP_BYTES, ORDINALS, replace_field
 
 _SPACES = "global shared::cta"
@@ -23,10 +23,10 @@ _SPACES = "global shared::cta"
 
 def _changed(warp: Warp, space: str, address: int, lane: int, line: int, change: Callable[[bytes], bytes]) -> None:
     """Apply `change` to the tensor map at `address`."""
-    if address % 64:
-        raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=address)
+    memory = warp.cta.machine.memory
+    check_map_place(memory, address, lane)
     where, found = resolve(space, np.array([address], np.int64))
-    at, memory = int(found[0]), warp.cta.machine.memory
+    at = int(found[0])
     if where.startswith("shared"):
         at = warp.cta.own_offset(at, "tensormap.replace")
         lower = np.array([at], np.int64)
@@ -104,8 +104,7 @@ def copy_and_fence(b: Binder) -> Step:
         lane = int(warp.mask.argmax())
         offset = warp.cta.own_offset(int(origin(warp)[lane]), "tensormap.cp_fenceproxy")
         target = int(to(warp)[lane])
-        if target % 64:
-            raise Fault("misaligned", "a tensor map must lie at a multiple of 64 bytes", lane=lane, address=target)
+        check_map_place(warp.cta.machine.memory, target, lane)
         for half in (0, MAP_HALF):
             if not half or warp.cta.smem.defined[offset + half : offset + half + MAP_HALF].all():
                 at = np.array([target + half], np.int64)

@@ -26,6 +26,13 @@ MAP_HALF: Final = 64
 """Bytes of the lower half of a map, which holds all fields. Kernels leave the upper half unwritten."""
 
 
+def check_map_place(memory: GlobalMemory, address: int, lane: int) -> None:
+    """Raise Fault unless a tensor map may lie at `address`, in whatever space."""
+    if address % 64:
+        raise Fault("misaligned", f"a tensor map must lie at a multiple of 64 bytes{memory.spot(address)}", lane=lane,
+                    address=address)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class _Acquire:
     """By `agent` in `epoch`: the marks of changes that were ordered before."""
@@ -65,7 +72,8 @@ class MapFences:
                 fenced |= one.marks
         for mark, line in changes.items():
             who = self.races.name(mark, warp)
-            told = f"the copy uses the tensor map at {address:#x}, which {who} changed at PTX line {line}"
+            place = memory.spot(address) or f" at {address:#x}"
+            told = f"the copy uses the tensor map{place}, which {who} changed at PTX line {line}"
             if mark not in fenced:
                 rule, lacking = "tensor-map-not-acquired", "no fence.proxy.tensormap::generic.acquire of the map since"
             elif not self._is_released(mark):
