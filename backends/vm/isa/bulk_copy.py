@@ -157,8 +157,8 @@ class _TensorOperand:
     def tensor_map(self, warp: Warp, lane: int) -> TensorMap:
         """The decoded map. Reads its lower half, which holds all fields, from whatever space the kernel keeps it in."""
         address = int(self._address(warp)[lane])
-        check_map_address(address, lane)
         machine = warp.cta.machine
+        check_map_address(machine.memory, address, lane)
         machine.races.maps.use(machine.memory, address, warp, lane)
         return decode_tensor_map(machine.read_generic(address, MAP_HALF).tobytes())
 

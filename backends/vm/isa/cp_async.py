@@ -60,7 +60,7 @@ def cp_async(b: Binder) -> Step:
         try:
             offsets = np.array([warp.cta.own_offset(int(address), "cp.async") for address in targets], np.int64)
             smem.check(offsets, size, "cp.async")
-            check_alignment(sources, size, "cp.async from global memory")
+            check_alignment(sources, size, "cp.async from global memory", warp.cta.machine.memory)
             if count_nonzero(valid > size):
                 raise Fault("cp-async", f"src-size {int(valid.max())} exceeds cp-size {size}", lane=int(valid.argmax()))
         except Fault as fault:

@@ -488,7 +488,7 @@ def atomic(b: Binder, d: Operand | None, a: Operand, source: Operand) -> Step:
     steps = [_atomic(b, targets[i], a, (sources[i],), each * i) for i in range(count)]
 
     def step(warp: Warp) -> None:
-        check_alignment(address(warp)[warp.mask], size, "vector atomic")
+        check_alignment(address(warp)[warp.mask], size, "vector atomic", warp.cta.machine.memory)
         for one in steps:
             one(warp)
 
@@ -536,7 +536,7 @@ def discard(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         for lane in access.active(warp):
             at, lanes = address(warp)[lane : lane + 1], np.array([lane])
-            check_alignment(at, DISCARDED, "discard")
+            check_alignment(at, DISCARDED, "discard", warp.cta.machine.memory)
             buffer = warp.cta.machine.memory.find(int(at[0]), DISCARDED, "discard")
             held = buffer.data[int(at[0]) - buffer.base :][:DISCARDED].reshape(1, -1).copy()
             access.store(warp, "global", at, held, line, lanes=lanes)

@@ -23,9 +23,10 @@ _SPACES = "global shared::cta"
 
 def _changed(warp: Warp, space: str, address: int, lane: int, line: int, change: Callable[[Bytes], Bytes]) -> None:
     """Apply `change` to the lower half of the tensor map at `address`."""
-    check_map_address(address, lane)
+    memory = warp.cta.machine.memory
+    check_map_address(memory, address, lane)
     where, found = resolve(space, np.array([address], np.int64))
-    at, memory = int(found[0]), warp.cta.machine.memory
+    at = int(found[0])
     if where.startswith("shared"):
         at = warp.cta.own_offset(at, "tensormap.replace")
         lower = np.array([at], np.int64)
@@ -97,7 +98,7 @@ def copy_and_fence(b: Binder) -> Step:
         lane = int(warp.mask.argmax())
         offset = warp.cta.own_offset(int(origin(warp)[lane]), "tensormap.cp_fenceproxy")
         target = int(to(warp)[lane])
-        check_map_address(target, lane)
+        check_map_address(warp.cta.machine.memory, target, lane)
         for half in (0, MAP_HALF):
             if not half or warp.cta.smem.defined[offset + half : offset + half + MAP_HALF].all():
                 at = np.array([target + half], np.int64)

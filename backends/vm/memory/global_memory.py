@@ -120,12 +120,17 @@ class Buffer:
             yield fault
 
 
-def check_alignment(addresses: Addresses, size: int, access: str) -> None:
-    """Raise Fault unless every address is a multiple of the access `size` in bytes (PTX ISA 6.4.1)."""
+def check_alignment(addresses: Addresses, size: int, access: str, memory: GlobalMemory | None = None) -> None:
+    """Raise Fault unless every address is a multiple of the access `size` in bytes (PTX ISA 6.4.1).
+
+    `memory`: where the addresses lie, None if not in global memory.
+    """
     if size > 1 and count_nonzero(addresses & (size - 1)):
         lane = int(np.flatnonzero(addresses & (size - 1))[0])
-        raise Fault("misaligned", f"{access} of {size} bytes at an address that is not a multiple of {size}", lane=lane,
-                    address=int(addresses[lane]))  # fmt: skip
+        address = int(addresses[lane])
+        spot = "" if memory is None else memory.spot(address)
+        raise Fault("misaligned", f"{access} of {size} bytes at an address that is not a multiple of {size}{spot}",
+                    lane=lane, address=address)  # fmt: skip
 
 
 class GlobalMemory:
@@ -199,6 +204,11 @@ class GlobalMemory:
         index = bisect.bisect(self._bases, address) - 1
         return self._buffers[index] if index >= 0 and address < self._buffers[index].end else None
 
+    def spot(self, address: int) -> str:
+        """The end " (byte 6 of `x`)" of a sentence about `address`; "" if it is in no buffer."""
+        buffer = self.holding(address)
+        return "" if buffer is None else f" (byte {address - buffer.base} of `{buffer.name}`)"
+
     def find_span(self, addresses: Addresses, size: int, access: str, *, writing: bool = False) -> Buffer:
         """The one buffer that holds `size` bytes at every address (a tensor lies in one allocation)."""
         low, high = int(addresses.min()), int(addresses.max())
@@ -207,7 +217,8 @@ class GlobalMemory:
             self.find(int(addresses[addresses + size > buffer.end].min()), size, f"{access} beyond `{buffer.name}`")
             raise Fault("out-of-bounds", f"{access} runs from `{buffer.name}` into another buffer", address=high)
         if writing and not buffer.writable:
-            raise Fault("read-only", f"{access} into `{buffer.name}`, which is an input of the kernel", address=low)
+            raise Fault("read-only", f"{access} into `{buffer.name}`, which is an input of the kernel"
+                        f"{self.spot(low)}", address=low)  # fmt: skip
         return buffer
 
     def load(self, addresses: Addresses, size: int) -> Bytes:
@@ -231,8 +242,8 @@ class GlobalMemory:
                     raise
             return
         if not buffer.writable:
-            raise Fault("read-only", f"store to `{buffer.name}`, which is an input of the kernel", lane=0,
-                        address=int(addresses[0]))  # fmt: skip
+            raise Fault("read-only", f"store to `{buffer.name}`, which is an input of the kernel"
+                        f"{self.spot(int(addresses[0]))}", lane=0, address=int(addresses[0]))  # fmt: skip
         buffer.data[offsets[:, None] + np.arange(size)] = values
         buffer.mark_written(offsets, size)
 
@@ -242,7 +253,7 @@ class GlobalMemory:
         Returns None and the addresses if they lie in several buffers. Raises Fault if one lies in none, or is not
         aligned to `size`.
         """
-        check_alignment(addresses, size, access)
+        check_alignment(addresses, size, access, self)
         low, high = int(addresses.min()), int(addresses.max())
         index = bisect.bisect(self._bases, low) - 1
         if index >= 0 and high + size <= self._buffers[index].end:

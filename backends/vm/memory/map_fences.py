@@ -29,12 +29,11 @@ MAP_HALF: Final = MAP_BYTES // 2
 """Bytes of the lower half of a map, which holds all fields. Kernels leave the upper half unwritten."""
 
 
-def check_map_address(address: int, lane: int) -> None:
-    """Fault unless a tensor map can lie at `address`, which `lane` gives."""
+def check_map_address(memory: GlobalMemory, address: int, lane: int) -> None:
+    """Raise Fault unless a tensor map may lie at `address`, in whatever space."""
     if address % MAP_HALF:
-        raise Fault(
-            "misaligned", f"a tensor map must lie at a multiple of {MAP_HALF} bytes", lane=lane, address=address
-        )
+        raise Fault("misaligned", f"a tensor map must lie at a multiple of {MAP_HALF} bytes{memory.spot(address)}",
+                    lane=lane, address=address)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,8 @@ class MapFences:
                 fenced |= one.marks
         for mark, line in changes.items():
             who = self.races.name(mark, warp)
-            told = f"the copy uses the tensor map at {address:#x}, which {who} changed at PTX line {line}"
+            place = memory.spot(address) or f" at {address:#x}"
+            told = f"the copy uses the tensor map{place}, which {who} changed at PTX line {line}"
             if mark not in fenced:
                 rule, lacking = "tensor-map-not-acquired", "no fence.proxy.tensormap::generic.acquire of the map since"
             elif not self._is_released(mark):

@@ -99,10 +99,12 @@ class MapReads:
             access = int(hit.argmax())
             address = max(int(addresses[access]), at)
             who = self.races.name(cluster << CLUSTER_SHIFT | stamp(agent, 0), warp)
-            report(Fault("tensor-map-in-use", f"byte {address - buffer.base} of `{buffer.name}` {accesses.action}, but "
-                         f"it is part of the tensor map at {at:#x}, and nothing orders that after the end of the copy "
-                         f"that {who} issued at PTX line {read.line} and that may still read the map",
-                         lane=accesses.lane(access), address=address,
+            place, copy = f"byte {address - buffer.base} of `{buffer.name}`", f"{who} issued at PTX line {read.line}"
+            told = (
+                f"{place} {accesses.action}, but it is part of the tensor map at byte {at - buffer.base}, and nothing "
+                f"orders that after the end of the copy that {copy} and that may still read the map"
+            )
+            report(Fault("tensor-map-in-use", told, lane=accesses.lane(access), address=address,
                          other=OtherAccess(who, "issued a copy through the map", read.line)))  # fmt: skip
             return
 

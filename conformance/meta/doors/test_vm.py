@@ -225,6 +225,26 @@ def test_a_cooperative_launch_has_a_barrier_of_its_grid(vm: Device) -> None:
         vm.launch(GRID, "where", 100_000, 1, seen, cooperative=True)
 
 
+@pytest.mark.parametrize(
+    ("ptx", "place"),
+    [
+        (SCALE, "the nearest is `argument 0` (400 bytes), 0 bytes after the end"),
+        (SCALE.replace("shl.b64 %rd4, %rd4, 2;", "shl.b64 %rd4, %rd4, 1;"), "not a multiple of 4 (byte 2 of `argument"),
+    ],
+    ids=["outside", "misaligned"],
+)
+def test_a_finding_says_the_same_wherever_its_memory_lies(ptx: str, place: str, vm: Device) -> None:
+    """Addresses of the process differ from run to run, so a finding names bytes of arguments."""
+    arrays = [(np.zeros(100, np.float32), np.zeros(128, np.float32)) for _ in range(2)]
+    said: list[str] = []
+    for y, x in arrays:
+        with pytest.raises(KernelFault) as fault:
+            vm.launch(ptx, "scale", 1, 128, y, x, 1.0, 0, None)
+        said.append(str(fault.value))
+    assert place in said[0]
+    assert said[0] == said[1]
+
+
 def test_an_input_that_cannot_be_written_stays_so(vm: Device) -> None:
     y = np.zeros(32, np.float32)
     y.flags.writeable = False

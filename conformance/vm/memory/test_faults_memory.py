@@ -157,15 +157,18 @@ def test_registers_written_on_every_path_are_not_doubted() -> None:
     assert_clean(Kernel(body, {"out": OUT[:32]}), {"out": expected})
 
 
-BASE = 0x7F40_0000_0000
 ADDRESSES = {
     "global, misaligned": (
         "setp.eq.u32 %p1, %lane, 3;\n@%p1 ld.global.u32 %r1, [%out+2]; //!",
         "misaligned",
         "lane 3",
-        "0x7f4000000002",
+        "not a multiple of 4 (byte 2 of `out`)",
     ),
-    "global, misaligned vector": ("ld.global.v4.u32 {%r1,%r2,%r3,%r4}, [%out+8]; //!", "misaligned", "multiple of 16"),
+    "global, misaligned vector": (
+        "ld.global.v4.u32 {%r1,%r2,%r3,%r4}, [%out+8]; //!",
+        "misaligned",
+        "multiple of 16 (byte 8 of `out`)",
+    ),
     "global, one past the end": (
         "mul.wide.u32 %rd1, %lane, 8; add.u64 %rd1, %rd1, %out;\nst.global.u32 [%rd1+8], %tx; //!",
         "out-of-bounds",
@@ -227,7 +230,7 @@ def test_accesses_outside_or_askew(name: str) -> None:
 
 def test_inputs_are_read_only() -> None:
     write = Kernel("st.global.u32 [%x], 1; //!", {"x": OUT}, inputs=("x",))
-    assert_blamed(write, "read-only", "`x`", "an input")
+    assert_blamed(write, "read-only", "`x`", "an input", "(byte 0 of `x`)")
     assert_blamed(Kernel("red.global.add.u32 [%x], 1; //!", {"x": OUT}, inputs=("x",)), "read-only", "`x`")
 
 
