@@ -8,10 +8,12 @@ from __future__ import annotations
 import atexit
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Final
@@ -44,6 +46,19 @@ def python(
             child.kill()
             child.join()
         return CompletedProcess(arguments, child.exitcode or 0, out.read_text("utf-8"), err.read_text("utf-8"))
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Within the context, SIGINT interrupts this process and those that it starts.
+
+    A shell starts background jobs with SIGINT ignored, and their children inherit that.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _become(arguments: list[str], cwd: Path, env: Mapping[str, str], out: Path, err: Path) -> None:

@@ -7,9 +7,8 @@ in every launch in which the CTA had used that map before; without the release i
 (results/records/h200-tensormap-fences.json).
 
 Any acquire in the cluster counts for those that come after it, and any release that a change comes before, so that no
-finding is wrong. The start of a launch counts as an acquire of every map, though the CUDA programming guide asks for
-one of a map in global memory whoever wrote it. In a dependent launch the griddepcontrol.wait counts, and GlobalRaces
-reports a use before that. What a change does to the copies before it is the matter of map_reads.py.
+finding is wrong. The start of a launch counts as an acquire of every map. In a dependent launch the griddepcontrol.wait
+counts, and GlobalRaces reports a use before that. map_reads.py is about the copies before a change.
 """
 
 from __future__ import annotations

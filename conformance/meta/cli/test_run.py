@@ -20,7 +20,7 @@ from rich.text import Text
 from conformance import ROOT
 from conformance.fakes import adversaries
 from conformance.fakes import backends as fake_backends
-from conformance.fakes.commands import python
+from conformance.fakes.commands import interruptible, python
 from conformance.fakes.results import judged
 from conformance.fakes.simulated_device import EXECUTOR
 from conformance.kernels.laws.law import specs
@@ -237,12 +237,8 @@ def _start(tmp_path: Path) -> subprocess.Popen[str]:
     path = tmp_path / "r.jsonl"
     command = [sys.executable, "-m", "megamoe", "run", "--case", CASE, "--jobs", "2", *both, "--output", str(path)]
     pipe = subprocess.PIPE
-    # A shell starts background jobs with SIGINT ignored, and every child would inherit that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
+    with interruptible():
         run = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and run.poll() is None:
         if path.exists() and path.read_bytes().count(b"\n") == 2:

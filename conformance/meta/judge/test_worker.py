@@ -19,6 +19,7 @@ import pytest
 from pebble import ProcessPool
 
 from conformance.fakes import backends as fake_backends
+from conformance.fakes.commands import interruptible
 from megamoe.judge.worker import end_pool, worker_pool
 from megamoe.runner import process
 from megamoe.runner.child import Confinement, give_memory_back, resident_mib
@@ -93,14 +94,9 @@ def test_a_worker_is_not_interrupted(pool: ProcessPool) -> None:
 
 @pytest.mark.parametrize("received_by", ["this thread", "another thread"])
 def test_an_interrupt_that_is_held_back_comes_at_the_end(received_by: str) -> None:
-    # A background job starts with SIGINT ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     held = False
-    try:
-        with pytest.raises(KeyboardInterrupt), interrupts_held_back():
-            held = _interrupted_meanwhile(received_by)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interruptible(), pytest.raises(KeyboardInterrupt), interrupts_held_back():
+        held = _interrupted_meanwhile(received_by)
     assert held, "the interrupt came while it was held back: a pool that ends would hang"
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the next interrupt must arrive"
 
