@@ -210,6 +210,14 @@ _ALL = (
         "Use the same count everywhere, and arrive once per phase.",
     ),
     _error(
+        "barrier-phase-unordered", "9.7.13.1",
+        "A warp arrives at a named barrier, and nothing orders that after the barrier's last phase: its arrival may "
+        "count for that phase, which then ends without another warp.",
+        "Give different groups of warps different barriers. After bar.arrive, arrive again only after something that "
+        "follows the end of the phase.",
+        "a wait, between the two arrivals, for something that follows the end of the first phase",
+    ),
+    _error(
         "diverged", "9.7.13", "Only some threads of a warp execute an instruction that all must execute together.",
         "Move it out of the branch, or elect one thread if it is meant for one.",
     ),

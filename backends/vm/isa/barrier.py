@@ -7,9 +7,9 @@ import numpy as np
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, OtherAccess, report
 from backends.vm.machine.code import NEXT, Wait
-from backends.vm.machine.cta import NAMED_BARRIERS, NamedBarrier
+from backends.vm.machine.cta import NAMED_BARRIERS, BarrierArrival, NamedBarrier
 from backends.vm.machine.warp import Gathering, Warp
 from backends.vm.memory.clocks import Clock
 from backends.vm.memory.lane_releases import EVERY
@@ -31,16 +31,30 @@ def _arrive(warp: Warp, number: int, count: int | None, *, aligned: bool) -> Nam
             f"{_expected(barrier.expected)} by those that have arrived"
         )  # fmt: skip
     barrier.expected = count
+    _check_after_last_phase(warp, number, barrier)
     # A count is in whole warps: a warp with exited lanes still counts as 32 threads (PTX ISA 9.7.13.1). Without a
     # count, threads are counted.
     barrier.arrived += 32 if count is not None and warp.full else int(count_nonzero(warp.mask))
     barrier.arriving.join(warp.clock)
+    barrier.arrivals.append(BarrierArrival(warp.agent, int(warp.clock.seen[warp.agent]), warp.line))
     warp.next_epoch()
     warp.cta.machine.engine.repeat()
     if count is not None and barrier.arrived > count:
         raise Fault("barrier-misuse", f"{barrier.arrived} threads arrive at barrier {number}, which waits for {count}")
     warp.cta.complete_barrier(barrier)
     return barrier
+
+
+def _check_after_last_phase(warp: Warp, number: int, barrier: NamedBarrier) -> None:
+    """Report an arrival that could have come before the last phase ended, and then counts for that phase."""
+    seen = warp.clock.seen
+    for one in barrier.last_arrivals:
+        if seen[one.agent] < one.epoch:
+            who = warp.agents.name(one.agent)
+            report(Fault("barrier-phase-unordered", f"nothing orders this arrival at barrier {number} after the "
+                         f"barrier's last phase, at which {who} arrived at PTX line {one.line}: it may count for that "
+                         "phase", other=OtherAccess(who, "arrived at", one.line)))  # fmt: skip
+            return
 
 
 def _expected(count: int | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -39,11 +39,20 @@ class Visit:
     own: bool = False
 
 
+class BarrierArrival(NamedTuple):
+    """An arrival of the warp with clock index `agent`, in its epoch `epoch`, by PTX line `line`."""
+
+    agent: int
+    epoch: int
+    line: int
+
+
 @dataclass(slots=True)
 class NamedBarrier:
     """`barrier` resource 0..15 of a CTA (PTX ISA 9.7.13.1): arrivals in threads, and the clocks they bring.
 
-    `expected` None: every thread of the CTA that is alive when the last one arrives.
+    `expected` None: every thread of the CTA that is alive when the last one arrives. `arrivals`: those at this phase;
+    `last_arrivals`: those at the phase before.
     """
 
     arriving: Clock
@@ -51,6 +60,8 @@ class NamedBarrier:
     arrived: int = 0
     expected: int | None = None
     generation: int = 0
+    arrivals: list[BarrierArrival] = field(default_factory=list[BarrierArrival])
+    last_arrivals: list[BarrierArrival] = field(default_factory=list[BarrierArrival])
     votes: list[bool] = field(default_factory=list[bool])
     outcome: list[bool] = field(default_factory=list[bool])
 
@@ -264,6 +275,7 @@ class Cta:
             barrier.generation += 1
             barrier.released.join(barrier.arriving)
             barrier.arriving.clear()
+            barrier.last_arrivals, barrier.arrivals = barrier.arrivals, []
             barrier.outcome, barrier.votes = barrier.votes, []
             self.machine.engine.repeat()
 

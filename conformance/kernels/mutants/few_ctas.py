@@ -33,6 +33,9 @@ MANY = 128
 """Tokens from which on the first of SIZES has several tiles a CTA, and SHORT takes ten seconds and more."""
 SEQUENCES, KEYS = 4, {64: 500, 128: 400, 256: 300, 512: 200}
 """Sequences and, by head dimension, their keys, with which CuTeDSL's attention on one CTA fills its rings twice."""
+SHORT_SEQUENCES, SHORT_KEYS = 8, 100
+"""Sequences of one key tile each: the ring of K and V, whose stages a producer waits for, does not cover for the wait for
+a stage of Q."""
 RAGGED_KV_HEADS = 6
 """Least number of KV heads for ragged sequences. Two sequences on one CTA are then twelve work items, which fill each
 of the two stages of Q six times: an mbarrier that counts one of eight arrivals too few covers a whole warpgroup after
@@ -47,8 +50,8 @@ def on_few_ctas(build: Build, spec: Spec, case: Case, text: str) -> dict[int, li
     """Returns programs by number of CTAs, for cases like `case` that build `text`; empty if there is no such case.
 
     A grouped GEMM: skewed if that builds `text`, with the first of TOKENS and SIZES that do, and on one CTA also SHORT.
-    Attention: SEQUENCES of KEYS on one CTA, or the case's own sequences if they are ragged, with RAGGED_KV_HEADS or
-    more.
+    Attention: SEQUENCES of KEYS and SHORT_SEQUENCES of SHORT_KEYS on one CTA, or the case's own sequences if they are
+    ragged, with RAGGED_KV_HEADS or more.
     """
     if case.op == "fmha":
         return _attention(build, spec, case, text)
@@ -91,11 +94,14 @@ def _attention(build: Build, spec: Spec, case: Case, text: str) -> dict[int, lis
     # Ragged sequences have as many keys as their totals say.
     if case["ragged"]:
         kv_heads = max(case.int("kv_heads"), RAGGED_KV_HEADS if case["kv"] == "apart" else 1)
-        sized = spec.vary(case, heads=case.int("heads") // case.int("kv_heads") * kv_heads, kv_heads=kv_heads)
+        sizes = [spec.vary(case, heads=case.int("heads") // case.int("kv_heads") * kv_heads, kv_heads=kv_heads)]
     else:
-        sized = spec.vary(case, s_k=KEYS[case.int("hd")], batch=SEQUENCES)
-    one = _on(build, spec, sized, 1, text)
-    return {1: [one]} if one is not None else {}
+        sizes = [
+            spec.vary(case, s_k=KEYS[case.int("hd")], batch=SEQUENCES),
+            spec.vary(case, s_k=SHORT_KEYS, batch=SHORT_SEQUENCES),
+        ]
+    made = [one for sized in sizes if (one := _on(build, spec, sized, 1, text)) is not None]
+    return {1: made} if made else {}
 
 
 def _on(build: Build, spec: Spec, case: Case, count: int, text: str) -> Sized | None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from backends.vm.faults import Fault
-from conformance.vm.kernel import EVERY_SCHEDULE, SYNC, Kernel, assert_blamed, assert_clean, init, wait
+from conformance.vm.kernel import EVERY_SCHEDULE, SYNC, Kernel, assert_blamed, assert_clean, fault_of, init, wait
 
 OUT = np.zeros(64, np.uint32)
 ONE = ".shared .align 8 .b64 mbar; .shared .align 8 .b64 second; setp.eq.u32 %p1, %tx, 0;\n"
@@ -113,6 +113,55 @@ def test_a_barrier_awaited_with_two_counts() -> None:
             Fault, match=r"\[barrier-misuse\].*barrier 1 is awaited with (64|96) threads here and with (96|64)"
         ):
             kernel.run(schedule)
+
+
+GROUPS = "shr.u32 %r1, %warp, 1; setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %warp, 0; setp.eq.u32 %p3, %warp, 1;\n"
+"""%p1: the first two warps; %p2: the first; %p3: the second."""
+SHARED_BARRIERS = {
+    "two pairs of warps": ("bar.sync 1, 64;", 128),
+    "pairs of warps, one with a barrier of its own first": ("@%p1 bar.sync 2, 64;\nbar.sync 1, 64;", 128),
+    "arrivals that wait for nothing": (
+        "@%p2 bar.arrive 1, 64;\n@%p2 bar.arrive 1, 64;\n@%p3 bar.sync 1, 64;\n@%p3 bar.sync 1, 64;", 64,
+    ),
+    "an arrival that follows another barrier, which the waiting warp passes first": (
+        "@%p2 bar.arrive 1, 64;\nbar.sync 0;\n@%p3 bar.sync 1, 64;\n@%p2 bar.arrive 1, 64;\n@%p3 bar.sync 1, 64;", 64,
+    ),
+}  # fmt: skip
+ORDERED_BARRIERS = {
+    "two pairs of warps, one after the other": (
+        "@%p1 bar.sync 1, 64;\nbar.sync 0;\n@!%p1 bar.sync 1, 64;", 128,
+    ),
+    "one pair of warps, twice": ("bar.sync 1, 64;\nbar.sync 1, 64;", 64),
+    "two pairs of warps with a barrier each": ("add.u32 %r2, %r1, 1;\nbar.sync %r2, 64;\nbar.sync %r2, 64;", 128),
+    "warps that take turns": (
+        "@%p2 bar.arrive 1, 64;\n"
+        + 3 * "@%p3 bar.sync 1, 64;\n@%p3 bar.arrive 2, 64;\n@%p2 bar.sync 2, 64;\n@%p2 bar.arrive 1, 64;\n"
+        + "@%p3 bar.sync 1, 64;", 64,
+    ),
+    "an arrival after an mbarrier at which the waiting warp has arrived": (
+        f"{INIT.replace('%p1', '%p4')}\nbar.sync 0;\n@%p2 bar.arrive 1, 64;\n@%p3 bar.sync 1, 64;\n"
+        f"{ARRIVE.replace('%p1', '%p5')}\n{wait('mbar', 0)}\n@%p2 bar.arrive 1, 64;\n@%p3 bar.sync 1, 64;", 64,
+    ),
+}  # fmt: skip
+THREADS = "setp.eq.u32 %p4, %tx, 0; setp.eq.u32 %p5, %tx, 32;\n"
+
+
+@pytest.mark.parametrize("name", SHARED_BARRIERS)
+def test_an_arrival_that_may_count_for_the_phase_before(name: str) -> None:
+    body, threads = SHARED_BARRIERS[name]
+    for schedule in EVERY_SCHEDULE:
+        fault = fault_of(Kernel(GROUPS + THREADS + body + "\nret;", block=(threads, 1, 1)), schedule)
+        assert fault is not None, f"{schedule}: no fault was found"
+        assert fault.rule == "barrier-phase-unordered", f"{schedule}: {fault}"
+        assert "nothing orders this arrival at barrier 1 after" in str(fault), f"{schedule}: {fault}"
+
+
+@pytest.mark.parametrize("name", ORDERED_BARRIERS)
+def test_arrivals_that_follow_the_phase_before_are_fine(name: str) -> None:
+    body, threads = ORDERED_BARRIERS[name]
+    assert_clean(
+        Kernel(".shared .align 8 .b64 mbar;\n" + GROUPS + THREADS + body + "\nret;", block=(threads, 1, 1)), {}
+    )
 
 
 HALF = "setp.lt.u32 %p1, %lane, 16;\n"
