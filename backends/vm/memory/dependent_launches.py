@@ -87,7 +87,7 @@ class LaunchChain:
                 report(Fault("dependent-launch-not-awaited", f"byte {offset} of `{buffer.name}` is "
                              f"{'overwritten' if writes else 'read'}, but {earlier.kernel}, which {did}, may still "
                              f"run: {self._missing(earlier, waited=_has_waited(clock))}",
-                             lane=int(np.argwhere(found)[0][0]) if by_lane else None, address=buffer.base + offset,
+                             lane=int(np.argwhere(found)[0][0]) if by_lane else None,
                              other=OtherAccess(earlier.kernel, "wrote" if wrote else "read", line)))  # fmt: skip
                 return
 

@@ -97,14 +97,14 @@ class MapReads:
                 continue
             ((cluster, agent, _), _), read = unread
             access = int(hit.argmax())
-            address = max(int(addresses[access]), at)
             who = self.races.name(cluster << CLUSTER_SHIFT | stamp(agent, 0), warp)
-            place, copy = f"byte {address - buffer.base} of `{buffer.name}`", f"{who} issued at PTX line {read.line}"
+            place = f"byte {max(int(addresses[access]), at) - buffer.base} of `{buffer.name}`"
+            copy = f"{who} issued at PTX line {read.line}"
             told = (
                 f"{place} {accesses.action}, but it is part of the tensor map at byte {at - buffer.base}, and nothing "
                 f"orders that after the end of the copy that {copy} and that may still read the map"
             )
-            report(Fault("tensor-map-in-use", told, lane=accesses.lane(access), address=address,
+            report(Fault("tensor-map-in-use", told, lane=accesses.lane(access),
                          other=OtherAccess(who, "issued a copy through the map", read.line)))  # fmt: skip
             return
 
