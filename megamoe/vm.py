@@ -49,7 +49,7 @@ _MAP_DTYPES = {
 }  # fmt: skip
 MAX_SOURCE_NAME = 200
 """Longest name that a message repeats, in characters."""
-_SMALLEST_ADDRESS = 1 << 22
+SMALLEST_ADDRESS = 1 << 22
 """No allocation lies below this, where programs like Debian's Python begin, so tensors of small counts and indices are
 not searched."""
 
@@ -425,7 +425,7 @@ def _addresses_in(array: Any) -> npt.NDArray[np.int64] | None:
     if view_of(array) is None or "int64" not in str(array.dtype):
         return None
     values = np.asarray(array).astype(np.int64, copy=False).reshape(-1)
-    return values if values.size and values.max() >= _SMALLEST_ADDRESS else None
+    return values if values.size and values.max() >= SMALLEST_ADDRESS else None
 
 
 def _name_of(view: View, pointers: Mapping[str, npt.NDArray[np.int64]]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import struct
 import subprocess
 import sys
@@ -12,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
+from conformance.fakes.low_memory import low_memory
 from megamoe.contract.machine import PixelBox
 from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError, plain_name, tensor_map
 
@@ -266,7 +264,7 @@ def test_memory_behind_pointers_is_named_by_the_first_of_them(low: bool, vm: Dev
     """Debian's Python is no position-independent executable: its heap lies below 2 ** 32."""
     said: list[str] = []
     for size in (32, 64):
-        data = _low_memory() if low else np.zeros(size, np.float32)
+        data = low_memory(size) if low else np.zeros(size, np.float32)
         tensor = torch.from_numpy(data)
         pointers = np.array([0, tensor.data_ptr() + 4, tensor.data_ptr()], np.uint64)
         vm.launch(POINTED.replace("OFFSET", "4"), "pointed", 1, 1, pointers)
@@ -275,16 +273,6 @@ def test_memory_behind_pointers_is_named_by_the_first_of_them(low: bool, vm: Dev
         said.append(str(fault.value))
     assert "(byte 6 of `memory of pointer 1 in argument 0`)" in said[0]
     assert said[0] == said[1], "a finding says the same wherever its memory lies"
-
-
-def _low_memory() -> npt.NDArray[np.float32]:
-    page, map_private, map_anonymous, map_32bit = mmap.PAGESIZE, 0x02, 0x20, 0x40
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    address = libc.mmap(None, page, 3, map_private | map_anonymous | map_32bit, -1, 0)
-    assert 0 < address < 1 << 32, f"no memory below 2 ** 32: {address:#x}"
-    return np.frombuffer(memoryview((ctypes.c_uint8 * page).from_address(address)), np.float32)
 
 
 def test_an_input_that_cannot_be_written_stays_so(vm: Device) -> None:
