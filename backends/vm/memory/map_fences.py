@@ -7,8 +7,8 @@ in every launch in which the CTA had used that map before; without the release i
 (results/records/h200-tensormap-fences.json).
 
 Any acquire in the cluster counts for those that come after it, and any release that a change comes before, so that no
-finding is wrong. The start of a launch counts as an acquire of every map. In a dependent launch the griddepcontrol.wait
-counts, and GlobalRaces reports a use before that. map_reads.py is about the copies before a change.
+finding is wrong. The start of a launch counts as an acquire of every map. In a dependent launch griddepcontrol.wait
+counts instead, and GlobalRaces reports a use before it. map_reads.py is about the copies before a change.
 """
 
 from __future__ import annotations
