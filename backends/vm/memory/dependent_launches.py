@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from backends.vm.memory.global_races import Shadow
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Earlier:
     """A launch that may still run: its kernel, and its shadows by the base of the buffer."""
 
