@@ -26,7 +26,7 @@ class SourcePlace:
 
 @dataclass(slots=True)
 class OtherAccess:
-    """The access that a fault collides with: `who` has `did` ("wrote") it at PTX `line`, 0 if unknown."""
+    """The access that a fault collides with: `who` `did` it ("wrote", "copied through") at PTX `line`, 0 if unknown."""
 
     who: str
     did: str

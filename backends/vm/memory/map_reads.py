@@ -107,7 +107,7 @@ class MapReads:
                 f"orders that after the end of the copy that {copy} and that may still read the map"
             )
             report(Fault("tensor-map-in-use", told, lane=accesses.lane(access),
-                         other=OtherAccess(who, "issued a copy through the map", read.line)))  # fmt: skip
+                         other=OtherAccess(who, "copied through", read.line)))  # fmt: skip
             return
 
     def latest(self) -> Iterator[tuple[Buffer, int, int, int]]:

@@ -132,6 +132,7 @@ def test_a_finding_does_not_end_the_run() -> None:
     assert slugs(found) == ["tensor-map-in-use"], f"found {list(map(str, found))}"
     assert not found[0].ends, "the machine goes on as if the copy had read its map"
     assert found[0].other is not None
+    assert found[0].other.did == "copied through", "reports say that warp 0 `did` it"
     assert 0 < found[0].other.line < found[0].line, "the finding names the copy, which stands above the change"
 
 
