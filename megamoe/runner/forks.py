@@ -90,7 +90,7 @@ def interrupts_held_back() -> Iterator[None]:
     """
     # Starting the tracker lifts the mask, so start it first.
     resource_tracker.ensure_running()
-    # pthread_sigmask raises what an earlier signal raises, and then the mask stays. So the handler goes first.
+    # pthread_sigmask sets the mask and then runs the handlers of earlier signals. If one raised, the mask would stay.
     with _interrupts_noted():
         masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

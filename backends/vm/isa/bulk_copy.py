@@ -386,9 +386,7 @@ def linear_load(b: Binder) -> Step:
     return step
 
 
-def _check_linear(
-    destination: int, source: int, size: int, lane: int, memory: GlobalMemory, in_global: str
-) -> None:  # fmt: skip
+def _check_linear(destination: int, source: int, size: int, lane: int, memory: GlobalMemory, in_global: str) -> None:
     """`in_global`: which end lies in global memory; "" if none does."""
     for what, value in (("destination", destination), ("source", source), ("size", size)):
         if value % 16:
