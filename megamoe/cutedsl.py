@@ -23,7 +23,7 @@ from typing import Any
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.machine import CompiledHost, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
-from megamoe.vm import Device, Reached, submit, view_of
+from megamoe.vm import SMALLEST_ADDRESS, Device, Reached, submit, view_of
 
 try:
     import cutlass
@@ -52,8 +52,8 @@ _PREFIX = "megamoe"
 _TENSOR, _POINTER, _FLOAT = "cute.Tensor", "cute.Pointer", "float"
 _CUDA = 2
 """kDLCUDA (dlpack.h)."""
-_FIRST_ADDRESS, _LAST_ADDRESS = 1 << 40, 1 << 47
-"""The range of this process's addresses. Packed sizes lie below it, packed floats above."""
+_LAST_ADDRESS = 1 << 47
+"""The end of this process's addresses. Packed numbers may lie below it, but no live tensor is there."""
 
 
 def run(
@@ -356,7 +356,7 @@ def _memory_behind(device: Device, pointers: Sequence[int]) -> Any:
     arrays, sought = list[Any](), list[int]()
     for pointer in pointers:
         value = ctypes.c_uint64.from_address(pointer).value
-        if not _FIRST_ADDRESS <= value < _LAST_ADDRESS:
+        if not SMALLEST_ADDRESS <= value < _LAST_ADDRESS:
             continue
         if (made := _CUTE.get(value)) is not None:
             arrays.append(made._megamoe_source)

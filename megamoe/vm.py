@@ -49,8 +49,9 @@ _MAP_DTYPES = {
 }  # fmt: skip
 MAX_SOURCE_NAME = 200
 """Longest name that a message repeats, in characters."""
-_SMALLEST_ADDRESS = 1 << 32
-"""No allocation of a 64-bit process lies below this, so tensors of counts and indices are not searched."""
+SMALLEST_ADDRESS = 1 << 22
+"""No allocation lies below this, where programs like Debian's Python begin, so tensors of small counts and indices are
+not searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,10 +357,13 @@ class Reached:
         self._kept = [one.tensor if isinstance(one, TensorMapOf) else one for one in arrays]
         named = [(f"argument {index}", view) for index, one in enumerate(self._kept) if (view := view_of(one))]
         self._given = list(named)
-        values = [found for array in self._kept if (found := _addresses_in(array)) is not None]
-        if values or addresses:
-            self.live += _pointed_at(np.unique(np.concatenate([*values, np.array(addresses, np.int64)])))
-            named += [(f"memory at {view.allocation:#x}", view) for one in self.live if (view := view_of(one))]
+        pointers = {f"argument {index}": found for index, one in enumerate(self._kept)
+                    if (found := _addresses_in(one)) is not None}  # fmt: skip
+        if addresses:
+            pointers["the arguments"] = np.array(addresses, np.int64)
+        if pointers:
+            self.live += _pointed_at(np.unique(np.concatenate([*pointers.values()])))
+            named += [(_name_of(view, pointers), view) for one in self.live if (view := view_of(one))]
         self._spaces = [_workspace(one) for one in scratch]
         self.stretches = list(map(self._judged, _united([*named, *(("scratch", view) for view in self._spaces)])))
 
@@ -421,7 +425,16 @@ def _addresses_in(array: Any) -> npt.NDArray[np.int64] | None:
     if view_of(array) is None or "int64" not in str(array.dtype):
         return None
     values = np.asarray(array).astype(np.int64, copy=False).reshape(-1)
-    return values if values.size and values.max() >= _SMALLEST_ADDRESS else None
+    return values if values.size and values.max() >= SMALLEST_ADDRESS else None
+
+
+def _name_of(view: View, pointers: Mapping[str, npt.NDArray[np.int64]]) -> str:
+    """Names memory by the first pointer into it, because its address differs from run to run."""
+    return next(
+        f"memory of pointer {inside[0]} in {holder}"
+        for holder, values in pointers.items()
+        if (inside := np.flatnonzero((values >= view.allocation) & (values < view.allocation + view.size))).size
+    )
 
 
 def _pointed_at(values: npt.NDArray[np.int64]) -> Iterator[Any]:

@@ -60,10 +60,10 @@ It does NOT notice, and why:
   whichever lane issues it, and sources in global memory of another lane's cp.async.
 - In global memory: a race with any but the last reader of a byte (a mark holds one; the schedules of `megamoe check`
   let different readers come last).
-- Of tensor maps in global memory: that a load still reads one that is changed, where its thread has waited for its bulk
-  groups instead of the load (memory/map_reads.py says who does so), and that a prefetch does. Nor that an acquire
-  is missing for a map that the host or an earlier launch has changed: the start of a launch counts as one, and in a
-  dependent launch griddepcontrol.wait.
+- Of tensor maps in global memory: a change while a prefetch reads the map, or while a load does whose thread has waited
+  for its bulk groups only (memory/map_reads.py says who waits like this); and a missing acquire of a map that the host
+  or an earlier launch has changed: the start of a launch counts as an acquire, in a dependent launch
+  griddepcontrol.wait.
 - In a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA
   guide, launches of another stream, and an overwrite of what an earlier launch only read by strong loads.
 - That a CTA ends before its peer has ever accessed its mbarrier: this is found only at the access.

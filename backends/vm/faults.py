@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 
 from backends.vm.rules import COLLECTED_ONLY, COUNTERS, RULES, MachineRule
 
-_GLOBAL_MEMORY = 1 << 40, 1 << 56
-"""The addresses of global memory that differ from run to run: kernels see the memory of this process."""
-
 
 @dataclass(frozen=True, slots=True)
 class SourcePlace:
@@ -29,7 +26,7 @@ class SourcePlace:
 
 @dataclass(slots=True)
 class OtherAccess:
-    """The access that a fault collides with: `who` has `did` ("wrote") it at PTX `line`, 0 if unknown."""
+    """The access that a fault collides with: `who` `did` it ("wrote", "copied through") at PTX `line`, 0 if unknown."""
 
     who: str
     did: str
@@ -42,8 +39,9 @@ class Fault(Exception):
     """A rule of the machine broken at run time. The instruction says what; the machine fills in where.
 
     `rule` is a stable slug of RULES, `detail` a sentence fragment with the values seen. `source`: the place in the
-    source, innermost first. `times`: how often a launch met it. `ends`: the launch could not go on. `address`: None in
-    global memory, where it would differ from run to run; `detail` names the byte of a buffer instead.
+    source, innermost first. `times`: how often a launch met it. `ends`: the launch could not go on. `address`: not of
+    global memory. Kernels see the memory of this process there, so it would differ from run to run; `detail` names the
+    byte of a buffer instead.
     """
 
     rule: str
@@ -59,10 +57,6 @@ class Fault(Exception):
     source: tuple[SourcePlace, ...] = ()
     times: int = 1
     ends: bool = True
-
-    def __post_init__(self) -> None:
-        if self.address is not None and _GLOBAL_MEMORY[0] <= self.address < _GLOBAL_MEMORY[1]:
-            self.address = None
 
     def __str__(self) -> str:
         place = f"kernel {self.kernel}, PTX line {self.line} `{self.text}`" if self.line else f"kernel {self.kernel}"

@@ -306,6 +306,13 @@ def test_a_constant_load_is_found_whatever_reads_the_byte_later(name: str) -> No
         assert not found or "ld.global.nc" in found[0].text, f"{found[0]} names another load"
 
 
+def test_a_constant_load_from_two_buffers_is_found() -> None:
+    body = """mul.wide.u32 %rd1, %tx, 4; setp.lt.u32 %p1, %tx, 16; selp.b64 %rd2, %out, %x, %p1;
+    add.u64 %rd2, %rd2, %rd1; ld.global.nc.u32 %r1, [%rd2]; @%p1 st.global.u32 [%rd2], %tx; ret;"""
+    found, _ = collected(Kernel(body, {"x": np.zeros(32, np.uint32), "out": np.zeros(32, np.uint32)}))
+    assert slugs(found) == ["constant-load-of-written"], f"found {list(map(str, found))}"
+
+
 def test_a_constant_load_in_machine_code_is_found_too() -> None:
     """A loop loads so many words with .nc that the load is compiled, and each again without. The last is written."""
     count = 3000

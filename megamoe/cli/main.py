@@ -189,6 +189,6 @@ def _refusal(error: Exception, command: str | None) -> str:
     if guess:
         end = f"did you mean {guess}"
     else:
-        path = context.command_path if context else f"megamoe {command}"
+        path = context.command_path if context else " ".join(filter(None, ("megamoe", command)))
         end = f"see {path} --help"
     return f"megamoe: {said[0].lower()}{said[1:]}; {end}"

@@ -90,17 +90,18 @@ def interrupts_held_back() -> Iterator[None]:
     """
     # Starting the tracker lifts the mask, so start it first.
     resource_tracker.ensure_running()
-    masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with _interrupts_noted():
+    # pthread_sigmask sets the mask and then runs the handlers of earlier signals. If one raised, the mask would stay.
+    with _interrupts_noted():
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
 
 @contextmanager
 def _interrupts_noted() -> Iterator[None]:
-    """Within the context, this process only notes an interrupt, and it sends itself that one at the end."""
+    """Within the context, the main thread only notes an interrupt. At the end the process sends it to itself."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

@@ -18,7 +18,7 @@ from backends.vm.machine.engine import Copy, CopyGroups, ThreadGroups, submit
 from backends.vm.machine.warp import Warp, bits_of
 from backends.vm.memory.clocks import Clock, stamp
 from backends.vm.memory.definedness import Missing, lost_in_reduction
-from backends.vm.memory.global_memory import Buffer
+from backends.vm.memory.global_memory import Buffer, GlobalMemory
 from backends.vm.memory.global_races import Pieces
 from backends.vm.memory.map_fences import MAP_HALF, check_map_address
 from backends.vm.memory.mbarrier import MBarrier
@@ -208,7 +208,7 @@ def _check_base(warp: Warp, lane: int, tensor_map: TensorMap, coordinates: list[
         of = "its tensor" if tensor is None else f"`{tensor.name}`"
         report(Fault("tensor-base", f"a box that begins at {coordinates}, outside of {of} (dimension {axis} is "
                      f"{tensor_map.dims[axis]}), is loaded with a map that begins {where}",
-                     lane=lane, address=base))  # fmt: skip
+                     lane=lane))  # fmt: skip
 
 
 def _offsets(b: Binder, operand: Operand) -> list[int]:
@@ -364,10 +364,11 @@ def linear_load(b: Binder) -> Step:
     line, text = b.instruction.line, b.instruction.text
 
     def step(warp: Warp) -> None:
+        memory = warp.cta.machine.memory
         for lane in _lanes(warp):
             bytes_, address = int(warp.u32[count][lane]), to(warp, lane)
             start = origin(warp, lane) if origin is not None else int(address_of(warp)[lane]) if address_of else 0
-            _check_linear(address, start, bytes_, lane)
+            _check_linear(address, start, bytes_, lane, memory, "" if local else "source")
             plan = _linear_plan(address & OFFSET_MASK, bytes_)
             warp.cta.machine.counters["tma_load_bytes"] += bytes_
             mask = int(warp.u16[mask_row][lane]) if mask_row is not None else None
@@ -385,10 +386,12 @@ def linear_load(b: Binder) -> Step:
     return step
 
 
-def _check_linear(destination: int, source: int, size: int, lane: int) -> None:
+def _check_linear(destination: int, source: int, size: int, lane: int, memory: GlobalMemory, in_global: str) -> None:
+    """`in_global`: which end lies in global memory; "" if none does."""
     for what, value in (("destination", destination), ("source", source), ("size", size)):
         if value % 16:
-            raise Fault("misaligned", f"the {what} {value:#x} of a bulk copy is not a multiple of 16", lane=lane)
+            place = memory.spot(value) if what == in_global else f" {value:#x}"
+            raise Fault("misaligned", f"the {what}{place} of a bulk copy is not a multiple of 16", lane=lane)
     if size <= 0:
         raise Fault("bulk-copy", f"a bulk copy of {size} bytes", lane=lane)
     if size > MAX_DYNAMIC:  # Check before any piece is built.
@@ -509,10 +512,10 @@ def linear_store(b: Binder) -> Step:
     issuers = _lanes if operation else _issuers(b)
 
     def step(warp: Warp) -> None:
-        written: list[Pieces] = []
+        written, memory = list[Pieces](), warp.cta.machine.memory
         for lane in (lanes := issuers(warp)):
             bytes_, target, start = int(warp.u32[count][lane]), int(address_of(warp)[lane]), origin(warp, lane)
-            _check_linear(target, start, bytes_, lane)
+            _check_linear(target, start, bytes_, lane, memory, "destination")
             offset, serial = warp.cta.own_offset(start, "bulk copy"), warp.cta.cluster.next_copy()
             pieces = offset + np.arange(0, bytes_, 16, dtype=np.int64)
             groups = CopyGroups.of(warp.copies.bulk, lane, warp.agents)
@@ -524,7 +527,7 @@ def linear_store(b: Binder) -> Step:
             written.append((target + np.arange(0, bytes_, 16, dtype=np.int64), 16, stamp(groups.writer, serial)))
 
             def perform(target: int = target, offset: int = offset, bytes_: int = bytes_, whole: bool = whole) -> None:
-                buffer = warp.cta.machine.memory.find_span(np.array([target]), bytes_, "bulk copy", writing=True)
+                buffer = memory.find_span(np.array([target]), bytes_, "bulk copy", writing=True)
                 into = buffer.data[target - buffer.base : target - buffer.base + bytes_]
                 data = warp.cta.smem.data[offset : offset + bytes_]
                 steps = np.arange(0, bytes_, 16, dtype=np.int64)
@@ -540,8 +543,7 @@ def linear_store(b: Binder) -> Step:
 
             done = submit(warp, "a bulk copy", line, text, perform)
             _note_issue(warp, groups, lane, Copy(done, serial), lanes)
-        machine = warp.cta.machine
-        machine.races.copied_to(machine.memory, written, warp, line, strong=bool(operation))
+        warp.cta.machine.races.copied_to(memory, written, warp, line, strong=bool(operation))
 
     return step
 

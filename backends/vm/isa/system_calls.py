@@ -149,7 +149,7 @@ def _free(warp: Warp, lane: int, given: list[int]) -> int:
     (address,) = given
     if not warp.cta.machine.heap.free(address):
         raise Fault("device-heap", "a kernel frees an address that malloc has not returned, or that was freed before",
-                    lane=lane, address=address)  # fmt: skip
+                    lane=lane)  # fmt: skip
     return 0
 
 

@@ -91,7 +91,9 @@ def load(
     if missing is not None:
         lane, byte = np.argwhere(missing.bytes_)[0].tolist()
         what = f"this instruction depends on byte {byte} of the {size} that it loads"
-        report(missing.origin.fault(what, lane=int(lanes[lane]), address=int(addresses[lane]) + byte))
+        where, found = resolve(space, addresses[lane : lane + 1])
+        at = None if where == "global" else int(found[0]) + byte
+        report(missing.origin.fault(what, lane=int(lanes[lane]), address=at))
     return values
 
 

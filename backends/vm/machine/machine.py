@@ -187,7 +187,7 @@ class Machine:
             name, offset = (buffer.name, address - base) if buffer is not None else ("global memory", address)
             report(Fault("constant-load-of-written", f"byte {offset} of `{name}`, which the same launch writes at PTX "
                          f"line {writer}, is loaded with .nc", kernel=function.name, line=line, text=loads[line],
-                         address=address, other=OtherAccess("the launch", "writes", writer)))  # fmt: skip
+                         other=OtherAccess("the launch", "writes", writer)))  # fmt: skip
 
     def note_last(self, function: BoundFunction) -> None:
         """Move `function` to the end of the launched functions, even if it was launched before."""

@@ -80,7 +80,7 @@ class LocalMemory:
         return cls(np.zeros((LANES, size), np.uint8), np.zeros((LANES, size), np.bool_), Sources())
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Strand:
     """Lanes that share a program counter. `wait` is set while they are parked at the tail of `block`."""
 

@@ -120,7 +120,7 @@ class Part:
                 clash = f"accumulates as {shape} into registers that it uses as {item.shape}"
             else:
                 continue
-            other = OtherAccess("the wgmma", "is in flight", item.line)
+            other = OtherAccess("the wgmma", "uses", item.line)
             report(Fault("register-in-flight", f"the wgmma of PTX line {item.line} is in flight and this one {clash}: "
                          "a wgmma.wait_group is missing", other=other))  # fmt: skip
 

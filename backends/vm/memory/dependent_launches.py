@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from backends.vm.memory.global_races import Shadow
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Earlier:
     """A launch that may still run: its kernel, and its shadows by the base of the buffer."""
 
@@ -87,7 +87,7 @@ class LaunchChain:
                 report(Fault("dependent-launch-not-awaited", f"byte {offset} of `{buffer.name}` is "
                              f"{'overwritten' if writes else 'read'}, but {earlier.kernel}, which {did}, may still "
                              f"run: {self._missing(earlier, waited=_has_waited(clock))}",
-                             lane=int(np.argwhere(found)[0][0]) if by_lane else None, address=buffer.base + offset,
+                             lane=int(np.argwhere(found)[0][0]) if by_lane else None,
                              other=OtherAccess(earlier.kernel, "wrote" if wrote else "read", line)))  # fmt: skip
                 return
 

@@ -81,8 +81,7 @@ class Buffer:
         if missing is not None:
             lane, byte = np.argwhere(missing)[0].tolist()
             at = int(offsets[lane]) + byte
-            report(self.origin_of(at, 0).fault(f"{access} depends on byte {at} of `{self.name}`",
-                                               lane=lane, address=self.base + at))  # fmt: skip
+            report(self.origin_of(at, 0).fault(f"{access} depends on byte {at} of `{self.name}`", lane=lane))
 
     def mark_written(self, offsets: Addresses, size: int) -> None:
         """Mark `size` bytes at each of `offsets` [n] as defined."""
@@ -115,7 +114,7 @@ class Buffer:
             found[0] = int(left.argmax()), self.origin_of(int(left.argmax()), 0)
         for stored, (at, origin) in found.items():
             what = f"byte {at} of `{self.name}`, which PTX line {stored} stored, is part of the result"
-            fault = origin.fault(what, address=self.base + at)
+            fault = origin.fault(what)
             fault.line, fault.where = stored, origin.by
             yield fault
 
@@ -128,9 +127,9 @@ def check_alignment(addresses: Addresses, size: int, access: str, memory: Global
     if size > 1 and count_nonzero(addresses & (size - 1)):
         lane = int(np.flatnonzero(addresses & (size - 1))[0])
         address = int(addresses[lane])
-        spot = "" if memory is None else memory.spot(address)
+        spot, told = ("", address) if memory is None else (memory.spot(address), None)
         raise Fault("misaligned", f"{access} of {size} bytes at an address that is not a multiple of {size}{spot}",
-                    lane=lane, address=address)  # fmt: skip
+                    lane=lane, address=told)  # fmt: skip
 
 
 class GlobalMemory:
@@ -177,8 +176,7 @@ class GlobalMemory:
         index = bisect.bisect(self._bases, address) - 1
         if index >= 0 and address + size <= self._buffers[index].end:
             return self._buffers[index]
-        raise Fault("out-of-bounds", f"{access} of {size} bytes is outside of every buffer{self.nearest(address)}",
-                    address=address)  # fmt: skip
+        raise Fault("out-of-bounds", f"{access} of {size} bytes is outside of every buffer{self.nearest(address)}")
 
     def nearest(self, address: int) -> str:
         """The end of a sentence about an address in no buffer: names the nearest buffer."""
@@ -215,10 +213,10 @@ class GlobalMemory:
         buffer = self.find(low, size, access)
         if high + size > buffer.end:
             self.find(int(addresses[addresses + size > buffer.end].min()), size, f"{access} beyond `{buffer.name}`")
-            raise Fault("out-of-bounds", f"{access} runs from `{buffer.name}` into another buffer", address=high)
+            raise Fault("out-of-bounds", f"{access} runs from `{buffer.name}` into another buffer")
         if writing and not buffer.writable:
             raise Fault("read-only", f"{access} into `{buffer.name}`, which is an input of the kernel"
-                        f"{self.spot(low)}", address=low)  # fmt: skip
+                        f"{self.spot(low)}")  # fmt: skip
         return buffer
 
     def load(self, addresses: Addresses, size: int) -> Bytes:
@@ -243,7 +241,7 @@ class GlobalMemory:
             return
         if not buffer.writable:
             raise Fault("read-only", f"store to `{buffer.name}`, which is an input of the kernel"
-                        f"{self.spot(int(addresses[0]))}", lane=0, address=int(addresses[0]))  # fmt: skip
+                        f"{self.spot(int(addresses[0]))}", lane=0)  # fmt: skip
         buffer.data[offsets[:, None] + np.arange(size)] = values
         buffer.mark_written(offsets, size)
 

@@ -177,7 +177,7 @@ class GlobalAccesses:
         """Report an access that lanes of a warp leave unordered."""
         offset = self.shadow.offset_in(self.buffer, granule)
         report(Fault("lanes-unordered", f"byte {offset} of `{self.buffer.name}` {self.action} {why}",
-                     lane=self.lane(access), address=self.buffer.base + offset, other=other))  # fmt: skip
+                     lane=self.lane(access), other=other))  # fmt: skip
 
 
 class GlobalRaces:
@@ -424,7 +424,7 @@ class GlobalRaces:
             report(Fault("global-race", f"byte {offset} of `{buffer.name}` {accesses.action}, but nothing orders that "
                          f"after {who} {did} it{at_line(line)}: a barrier, or a release and an acquire of gpu scope, "
                          "with fences if they are relaxed, is missing", lane=accesses.lane(access),
-                         address=buffer.base + offset, other=OtherAccess(who, did, line)))  # fmt: skip
+                         other=OtherAccess(who, did, line)))  # fmt: skip
 
     def _check_met(self, accesses: GlobalAccesses) -> None:
         """Report reads by lanes that have not met the lanes of their warp that wrote."""
@@ -493,8 +493,7 @@ class GlobalRaces:
             offset, who = shadow.offset_in(buffer, at), self.name(int(shadow.writer[at]), warp)
             report(Fault("missing-proxy-fence", f"a bulk copy {does} byte {offset} of `{buffer.name}`, which {who} "
                          f"wrote at PTX line {line} through the generic proxy with no fence.proxy.async of global "
-                         "memory in between", address=buffer.base + offset,
-                         other=OtherAccess(who, "wrote", line)))  # fmt: skip
+                         "memory in between", other=OtherAccess(who, "wrote", line)))  # fmt: skip
 
     def name(self, mark: int, warp: Accessor) -> str:
         """The agent of a mark in reports."""

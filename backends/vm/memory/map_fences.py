@@ -7,8 +7,8 @@ in every launch in which the CTA had used that map before; without the release i
 (results/records/h200-tensormap-fences.json).
 
 Any acquire in the cluster counts for those that come after it, and any release that a change comes before, so that no
-finding is wrong. The start of a launch counts as an acquire of every map. In a dependent launch the griddepcontrol.wait
-counts, and GlobalRaces reports a use before that. map_reads.py is about the copies before a change.
+finding is wrong. The start of a launch counts as an acquire of every map. In a dependent launch griddepcontrol.wait
+counts instead, and GlobalRaces reports a use before it. map_reads.py is about the copies before a change.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ MAP_HALF: Final = MAP_BYTES // 2
 def check_map_address(memory: GlobalMemory, address: int, lane: int) -> None:
     """Raise Fault unless a tensor map may lie at `address`, in whatever space."""
     if address % MAP_HALF:
-        raise Fault("misaligned", f"a tensor map must lie at a multiple of {MAP_HALF} bytes{memory.spot(address)}",
-                    lane=lane, address=address)  # fmt: skip
+        spot = memory.spot(address)
+        raise Fault("misaligned", f"a tensor map must lie at a multiple of {MAP_HALF} bytes{spot}",
+                    lane=lane, address=None if spot else address)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +75,14 @@ class MapFences:
                 fenced |= one.marks
         for mark, line in changes.items():
             who = self.races.name(mark, warp)
-            place = memory.spot(address) or f" at {address:#x}"
-            told = f"the copy uses the tensor map{place}, which {who} changed at PTX line {line}"
+            told = f"the copy uses the tensor map{memory.spot(address)}, which {who} changed at PTX line {line}"
             if mark not in fenced:
                 rule, lacking = "tensor-map-not-acquired", "no fence.proxy.tensormap::generic.acquire of the map since"
             elif not self._is_released(mark):
                 rule, lacking = "tensor-map-not-released", "no fence.proxy.tensormap::generic.release after the change"
             else:
                 continue
-            report(Fault(rule, f"{told}, with {lacking}", lane=lane, address=address,
-                         other=OtherAccess(who, "changed", line)))  # fmt: skip
+            report(Fault(rule, f"{told}, with {lacking}", lane=lane, other=OtherAccess(who, "changed", line)))
             return
 
     def _is_released(self, mark: int) -> bool:

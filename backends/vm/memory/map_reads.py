@@ -1,14 +1,16 @@
 """Tensor maps in global memory that copies may still read.
 
 A copy begins by reading its map (PTX ISA 9.7.9.25), and whoever changes the map before the copy is complete gets
-undefined behaviour (9.7.9.25.1). No fence helps: it is the end of the copy that gives the map back, to all that know of
-it. Known is the end of a load from its mbarrier, that of a store or a reduction from a wait for its bulk group. With
-.read such a wait is enough, because it waits until the map has been read too (9.7.9.27.2.2).
+undefined behaviour (9.7.9.25.1). No fence helps. A thread may change the map once it knows that the copy has ended. The
+mbarrier of a load tells its end; a wait for the bulk group of a store or a reduction tells theirs. A wait with .read is
+enough, because it waits until the map has been read too (9.7.9.27.2.2).
 
-Three things are more lenient than the ISA, so that no finding is wrong:
+Four things are more lenient than the ISA, so that no finding is wrong:
 - cp.async.bulk.commit_group and .wait_group give back the maps of the thread's earlier loads too, though a bulk group
   holds none (9.7.9.27.2.1). CUTLASS's grouped GEMMs wait like this before they update the maps of A and B.
-- A write that leaves the bytes of a map as they are is no change.
+- A thread's write that leaves the bytes of a map as they are is no change. What a bulk copy will write is unknown when
+  it is issued, so each is a change.
+- What one lane of a warp knows, the other lanes know.
 - Prefetches are not looked at: what they read decides no result.
 
 Of the copies of one thread that end at one place (an mbarrier, its groups), the latest stands for all. Only the lower
@@ -97,15 +99,15 @@ class MapReads:
                 continue
             ((cluster, agent, _), _), read = unread
             access = int(hit.argmax())
-            address = max(int(addresses[access]), at)
             who = self.races.name(cluster << CLUSTER_SHIFT | stamp(agent, 0), warp)
-            place, copy = f"byte {address - buffer.base} of `{buffer.name}`", f"{who} issued at PTX line {read.line}"
+            place = f"byte {max(int(addresses[access]), at) - buffer.base} of `{buffer.name}`"
+            copy = f"{who} issued at PTX line {read.line}"
             told = (
                 f"{place} {accesses.action}, but it is part of the tensor map at byte {at - buffer.base}, and nothing "
                 f"orders that after the end of the copy that {copy} and that may still read the map"
             )
-            report(Fault("tensor-map-in-use", told, lane=accesses.lane(access), address=address,
-                         other=OtherAccess(who, "issued a copy through the map", read.line)))  # fmt: skip
+            report(Fault("tensor-map-in-use", told, lane=accesses.lane(access),
+                         other=OtherAccess(who, "copied through", read.line)))  # fmt: skip
             return
 
     def latest(self) -> Iterator[tuple[Buffer, int, int, int]]:

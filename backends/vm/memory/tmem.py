@@ -155,7 +155,7 @@ class TensorMemory:
             line = int(self.closed[column])
             report(Fault("tmem-dealloc", f"{action} column {column}, which a CTA of the pair gives back by the "
                          f"tcgen05.dealloc of PTX line {line}: nothing makes that wait for this access",
-                         address=column, other=OtherAccess("a CTA of the pair", "gives it back", line)))  # fmt: skip
+                         address=column, other=OtherAccess("a CTA of the pair", "gives back", line)))  # fmt: skip
 
     def read(self, index: Index, clock: Clock, stamp: int, action: str) -> bool:
         """Check ownership and order of a read of the cells at `index`. Returns whether all of them are defined."""

@@ -130,6 +130,7 @@ def test_bad_input_is_a_sentence_and_status_2(
         ("rnu", "no such command 'rnu'; did you mean 'run'?"),
         ("export nope", "no such command 'nope'; see megamoe export --help"),
         ("--bogus", "no such option: --bogus; see megamoe --help"),
+        ("--version=3", "option '--version' does not take a value; see megamoe --help"),
     ],
 )
 def test_what_typer_refuses_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from cutlass.base_dsl.common import DSLCudaRuntimeError
 from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream, make_ptr
 
 import megamoe.cutedsl
+from conformance.fakes.low_memory import low_memory
 from megamoe import torch_cuda
 from megamoe.vm import KernelFault, LaunchRefusedError, UnsupportedError
 
@@ -102,6 +103,13 @@ def test_raw_pointers_in_tuples_and_printf_of_the_host(capfd: pytest.CaptureFixt
     megamoe.cutedsl.run(by_pointers, ptrs, 300)
     assert torch.equal(y, torch.where(torch.arange(500) < 300, 2 * x + 1, 1.0))
     assert "by pointers, 300" in capfd.readouterr().out
+
+
+def test_tensors_may_lie_low() -> None:
+    x, y = (torch.from_numpy(low_memory(64)) for _ in range(2))
+    x += 3
+    megamoe.cutedsl.run(axpy, x, y, 2.0)
+    assert torch.equal(y, 2 * x)
 
 
 @pytest.mark.usefixtures("installed")

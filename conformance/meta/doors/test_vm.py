@@ -15,6 +15,7 @@ import torch
 
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
+from conformance.fakes.low_memory import low_memory
 from megamoe.contract.machine import PixelBox
 from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError, plain_name, tensor_map
 
@@ -243,6 +244,35 @@ def test_a_finding_says_the_same_wherever_its_memory_lies(ptx: str, place: str, 
         said.append(str(fault.value))
     assert place in said[0]
     assert said[0] == said[1]
+
+
+POINTED = f"""{HEAD}
+.visible .entry pointed(.param .u64 pointers)
+{{
+  .reg .u64 %rd<3>;
+  .reg .u32 %r<2>;
+  ld.param.u64 %rd1, [pointers];
+  ld.global.u64 %rd2, [%rd1+8];
+  ld.global.u32 %r1, [%rd2+OFFSET];
+  ret;
+}}
+"""
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["anywhere", "low"])
+def test_memory_behind_pointers_is_named_by_the_first_of_them(low: bool, vm: Device) -> None:
+    """Debian's Python is no position-independent executable: its heap lies below 2 ** 32."""
+    said: list[str] = []
+    for size in (32, 64):
+        data = low_memory(size) if low else np.zeros(size, np.float32)
+        tensor = torch.from_numpy(data)
+        pointers = np.array([0, tensor.data_ptr() + 4, tensor.data_ptr()], np.uint64)
+        vm.launch(POINTED.replace("OFFSET", "4"), "pointed", 1, 1, pointers)
+        with pytest.raises(KernelFault) as fault:
+            vm.launch(POINTED.replace("OFFSET", "2"), "pointed", 1, 1, pointers)
+        said.append(str(fault.value))
+    assert "(byte 6 of `memory of pointer 1 in argument 0`)" in said[0]
+    assert said[0] == said[1], "a finding says the same wherever its memory lies"
 
 
 def test_an_input_that_cannot_be_written_stays_so(vm: Device) -> None:

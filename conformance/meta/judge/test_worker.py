@@ -114,6 +114,28 @@ def _interrupted_meanwhile(received_by: str) -> bool:
     return True
 
 
+def test_an_interrupt_as_the_hold_begins_leaves_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pthread_sigmask sets the mask, then raises what a signal that has just come raises."""
+    set_mask = signal.pthread_sigmask
+
+    def interrupted(how: int, signals: set[int]) -> set[int]:
+        before = set_mask(how, signals)
+        if how == signal.SIG_BLOCK and signals:
+            unmasked = threading.Thread(target=_receive_an_interrupt)
+            unmasked.start()
+            unmasked.join()
+            time.sleep(0.01)
+        return before
+
+    with interruptible():
+        monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
+        with pytest.raises(KeyboardInterrupt), interrupts_held_back():
+            pass
+        monkeypatch.undo()
+        left = signal.SIGINT in signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    assert not left, "SIGINT is blocked for good: Ctrl-C no longer reaches this process"
+
+
 def _receive_an_interrupt() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.kill(os.getpid(), signal.SIGINT)

@@ -155,6 +155,18 @@ def test_lanes_of_one_warp_wait_for_each_other(name: str) -> None:
     assert_clean(kernel, {"out": expected.astype(np.uint32)}, schedules=FEW)
 
 
+@pytest.mark.parametrize("first", [1, 8, 31])
+def test_lanes_come_back_to_a_meeting_at_which_others_wait(first: int) -> None:
+    """Some come from code that stands behind it, in two groups, and find parked lanes. The warp goes on as one."""
+    body = f"""setp.lt.u32 %p1, %lane, {first}; setp.lt.u32 %p2, %lane, 20; @!%p1 bra FAR;
+    MEET: bar.warp.sync -1; shfl.sync.bfly.b32 %r1, %r1, 1, 31, -1; bra STORE;
+    FAR: mov.u32 %r1, 1; @%p2 bra MEET;
+    mov.u32 %r1, 2; bra MEET;
+    STORE:"""
+    held = np.where(first > LANES % 32, 0, np.where(LANES % 32 < 20, 1, 2))
+    assert_clean(kernel(body), {"out": held[LANES ^ 1].astype(np.uint32)}, schedules=EVERY_SCHEDULE)
+
+
 def test_lanes_that_wait_for_what_no_lane_does() -> None:
     kernel = Kernel(f"{FLAG}\n@!%p2 ret; {POLL.format(1)} ret;", {"out": np.zeros(32, np.uint32)}, step_budget=60_000)
     for schedule in FEW:

@@ -11,7 +11,7 @@ from backends.vm.executor import VmExecutor
 from backends.vm.faults import LaunchError, UnknownInstructionError
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
-from conformance.vm.kernel import Kernel, assert_blamed, assert_clean
+from conformance.vm.kernel import Kernel, assert_blamed, assert_clean, collected, slugs
 from megamoe.contract import BufferArg, Launch, Program, RunOptions
 
 PLAIN = Kernel("ret;", {"out": np.zeros(4, np.uint32)})
@@ -240,6 +240,12 @@ def test_a_middle_launch_that_never_waits_breaks_the_chain() -> None:
     kernel = second(f"{WAIT}\n{READ} //!", CHAIN)
     clauses = ("first, which wrote it", "and middle, launched after first, has ended without a griddepcontrol.wait")
     assert_blamed(kernel, "dependent-launch-not-awaited", *clauses)
+
+
+def test_a_chain_of_launches_of_one_kernel() -> None:
+    found, _ = collected(second(f"{WAIT}\n{READ}", (("first", False), ("first", True), ("kernel", True))))
+    assert slugs(found) == ["dependent-launch-not-awaited"] * 2, f"found {list(map(str, found))}"
+    assert "and first, launched after first, has ended without" in str(found[1]), f"{found[1]} names another launch"
 
 
 def test_launches_further_back_count_too() -> None:

@@ -44,6 +44,7 @@ REPLACE = "@%p2 tensormap.replace.tile.global_address.global.b1024.b64 [%place],
 CHANGES = {
     "tensormap.replace": f"{REPLACE} //!",
     "a store": "@%p2 st.global.b64 [%place], %y; //!",
+    "a store to its last field": "@%p2 st.global.b64 [%place+56], %y; //!",
     "an atomic": "@%p2 atom.global.exch.b64 %rd9, [%place], %y; //!",
     "tensormap.cp_fenceproxy": "@!%p3 bra KEPT;\ntensormap.cp_fenceproxy.global.shared::cta.tensormap::generic."
     "release.gpu.sync.aligned [%place], [copied], 128; //!\nKEPT:",
@@ -80,6 +81,7 @@ ENDED = {
     "a reduction that is read": f"{REDUCE} {COMMIT} {READ} {MEET}",
     "a load that is in flight through another map": f"{FIRST.replace('%place', '%m')}",
     "a load in a group, as CUTLASS waits": f"{FIRST} {COMMIT} {READ} {MEET}",
+    "a load in a group, and a later wait that covers nothing": f"{FIRST} {COMMIT} {READ} {READ} {MEET}",
     "a load before the last but one group": f"{FIRST} {COMMIT} {COMMIT} {ALL_BUT_ONE} {MEET}",
     "a prefetch": PREFETCH,
 }
@@ -107,6 +109,7 @@ PENDING = {
     "a load behind the commit": f"{COMMIT} {FIRST} {READ} {MEET}",
     "a load of the latest group": f"{COMMIT} {FIRST} {COMMIT} {ALL_BUT_ONE} {MEET}",
     "a load, and other threads wait": f"{FIRST} {COMMIT} {READ.replace('@%p1', '@!%p1')} {MEET}",
+    "a load, and other threads commit and wait": f"{FIRST} {f'{COMMIT} {READ}'.replace('@%p1', '@!%p1')} {MEET}",
 }
 
 
@@ -129,6 +132,7 @@ def test_a_finding_does_not_end_the_run() -> None:
     assert slugs(found) == ["tensor-map-in-use"], f"found {list(map(str, found))}"
     assert not found[0].ends, "the machine goes on as if the copy had read its map"
     assert found[0].other is not None
+    assert found[0].other.did == "copied through", "reports say that warp 0 `did` it"
     assert 0 < found[0].other.line < found[0].line, "the finding names the copy, which stands above the change"
 
 
@@ -189,6 +193,28 @@ def test_a_flag_hands_the_map_to_another_cta() -> None:
         assert_clean(flagged(copy, behind), {}, EVERY_SCHEDULE)
     for copy, behind in ((FIRST, ALONE), (f"{STORE} {COMMIT}", DONE), (f"{FIRST} {COMMIT}", f"{READ} {ALONE}")):
         assert_blamed(flagged(copy, behind), "tensor-map-in-use", "CTA (0, 0, 0) issued")
+
+
+MULTICAST = BOX.replace("complete_tx::bytes", "complete_tx::bytes.multicast::cluster")
+CTAS = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+
+
+@pytest.mark.parametrize("by", [0, 1])
+def test_each_cta_of_a_multicast_must_have_its_part(by: int) -> None:
+    """CTA 0 copies for both. CTA `by` changes the map, behind its own part or behind both."""
+
+    def kernel(before: str, behind: str) -> Kernel:
+        body = f"""@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 128; mov.u16 %h1, 3;
+        setp.eq.and.u32 %p7, %cta, 0, %p1; setp.eq.and.u32 %p2, %cta, {by}, %p1;
+        {CTAS} @%p7 {MULTICAST}[mbar], %h1;
+        {LANDED} {before}
+        {REPLACE} //!
+        {behind} ret;"""
+        return launched(body, grid=(2, 1, 1), cluster=(2, 1, 1), others={"made": f"{HEAD}{MADE}"},
+                        sequence=(("made", False), ("kernel", False)))  # fmt: skip
+
+    assert_clean(kernel(CTAS, ""), {}, EVERY_SCHEDULE)
+    assert_blamed(kernel("", CTAS), "tensor-map-in-use", "may still read the map")
 
 
 WAITED = "griddepcontrol.wait;"
