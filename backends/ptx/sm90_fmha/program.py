@@ -43,7 +43,7 @@ def has_pair(shape: FmhaShape) -> bool:
     return shape.hd == 512 or (shape.t > MAX_SPLIT_QUERIES and shape.s_k > SPLIT_KEYS)
 
 
-def part_keys_of(shape: FmhaShape, tiling: Tiling) -> int | None:
+def part_keys_of(shape: FmhaShape, tiling: Tiling, sm_count: int = SM_COUNT) -> int | None:
     """Keys per part, a multiple of the tile; None where the rule of split_keys.py applies.
 
     Each SM processes its share of the parts one after the other: memory is what they wait for.
@@ -60,13 +60,13 @@ def part_keys_of(shape: FmhaShape, tiling: Tiling) -> int | None:
     def cost(parts: int) -> float:
         keys = -(-tiles // parts) * tiling.tile_n
         ctas = items * parts
-        share = max(ctas / SM_COUNT, pace) if ctas <= SM_COUNT else min(-(-ctas // SM_COUNT), tiling.ctas_per_sm)
+        share = max(ctas / sm_count, pace) if ctas <= sm_count else min(-(-ctas // sm_count), tiling.ctas_per_sm)
         item = keys * share + ITEM_KEYS
         combine = 0.0
         if parts > 1:
             item += 2 * min(shape.rows, tiling.tile_m)
             combine = (COMBINE_COST + COMBINED_COST * parts) / shape.hd
-        return -(-ctas // (tiling.ctas_per_sm * SM_COUNT)) * item + combine
+        return -(-ctas // (tiling.ctas_per_sm * sm_count)) * item + combine
 
     best = min(range(1, min(MAX_PARTS, tiles) + 1), key=cost)
     return -(-tiles // best) * tiling.tile_n
@@ -83,7 +83,8 @@ def fmha_program(case: Case, part_keys: int | None = None) -> Program:
         return row_program(shape, row)
     latent = shape.values == "k"
     tiling = PairTiling(shape.hd, latent) if has_pair(shape) else Sm90FmhaTiling(shape.hd)
-    part_keys = part_keys_of(shape, tiling) if part_keys is None else part_keys
+    if part_keys is None:
+        part_keys = part_keys_of(shape, tiling, case.int("sms") if case["sms"] else SM_COUNT)
     plan = KeyPlan.of(shape, tiling.tile_n, part_keys)
     if isinstance(tiling, PairTiling):
         name, threads, text = pair_name(tiling), PAIR_THREADS, pair_text(tiling, plan.part_keys)
