@@ -34,8 +34,8 @@ MANY = 128
 SEQUENCES, KEYS = 4, {64: 500, 128: 400, 256: 300, 512: 200}
 """Sequences and, by head dimension, their keys, with which CuTeDSL's attention on one CTA fills its rings twice."""
 SHORT_SEQUENCES, SHORT_KEYS = 8, 100
-"""Sequences of one key tile each: the ring of K and V, whose stages a producer waits for, does not cover for the wait for
-a stage of Q."""
+"""Sequences of one key tile each. With longer ones, the producer's waits for stages of K and V cover for its wait for a
+stage of Q."""
 RAGGED_KV_HEADS = 6
 """Least number of KV heads for ragged sequences. Two sequences on one CTA are then twelve work items, which fill each
 of the two stages of Q six times: an mbarrier that counts one of eight arrivals too few covers a whole warpgroup after

@@ -77,8 +77,7 @@ def test_other_bits_are_seen() -> None:
 
 @pytest.mark.parametrize(("hd", "mbarriers"), [(256, 2), (512, 2), (128, 0)])
 def test_one_softmax_warpgroup_gives_way_to_nobody(hd: int, mbarriers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two mbarriers of the chain are idle at hd 256 and 512, where one warpgroup has all exponentials. At hd 128 two
-    share them."""
+    """The two mbarriers of the chain are idle at hd 256 and 512, where one warpgroup has all exponentials."""
     ended, check_exit = list[Cta](), Cta.check_exit
     monkeypatch.setattr(Cta, "check_exit", lambda cta: (ended.append(cta), check_exit(cta)))
     case = load_specs(None)["fmha"].parse_case(f"fmha:hd={hd},t=1,s_k=512")
@@ -116,10 +115,17 @@ def _after(ptx: str, line: int) -> list[str]:
     return [one.spelled() for one in (*(each for each in behind if touches.match(each.opcode)), *back)]
 
 
-def test_nothing_follows_a_last_wait_for_copies() -> None:
+@pytest.mark.parametrize(
+    "axes",
+    [
+        "hidden=256,intermediate=128,num_experts=4,tokens=20,topk=2,stage=l2",
+        "hidden=128,intermediate=128,num_experts=1,tokens=1",
+    ],
+)
+def test_nothing_follows_a_last_wait_for_copies(axes: str) -> None:
     """And a planted fault: many instructions follow the first wait of that kernel."""
     spec = load_specs(None)["nvfp4_moe"]
-    case = spec.parse_case("nvfp4_moe:hidden=256,intermediate=128,num_experts=4,tokens=20,topk=2,stage=l2")
+    case = spec.parse_case(f"nvfp4_moe:{axes}")
     program = program_of("cutedsl", "sm_100a", case)
     assert program is not None, f"cutedsl has no program of {case.id}"
     waits = [one for one in instructions(program.ptx) if one.opcode.startswith("cp.async.bulk.wait_group")]
