@@ -46,10 +46,13 @@ def _arrive(warp: Warp, number: int, count: int | None, *, aligned: bool) -> Nam
 
 
 def _check_after_last_phase(warp: Warp, number: int, barrier: NamedBarrier) -> None:
-    """Report an arrival that could have come before the last phase ended, and then counts for that phase."""
-    seen = warp.clock.seen
+    """Report an arrival that could have come before the last phase ended, and then counts for that phase.
+
+    A relaxed arrival at the cluster's barrier orders no memory, but what its waiters do does come later.
+    """
+    seen, met = warp.clock.seen, warp.met
     for one in barrier.last_arrivals:
-        if seen[one.agent] < one.epoch:
+        if seen[one.agent] < one.epoch and met[one.agent] < one.epoch:
             who = warp.agents.name(one.agent)
             report(Fault("barrier-phase-unordered", f"nothing orders this arrival at barrier {number} after the "
                          f"barrier's last phase, at which {who} arrived at PTX line {one.line}: it may count for that "

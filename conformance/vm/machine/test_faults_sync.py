@@ -131,6 +131,10 @@ ORDERED_BARRIERS = {
     "two pairs of warps, one after the other": (
         "@%p1 bar.sync 1, 64;\nbar.sync 0;\n@!%p1 bar.sync 1, 64;", 128,
     ),
+    "two pairs of warps, with a relaxed barrier of the cluster in between": (
+        "@%p1 bar.sync 1, 64;\nbarrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;\n"
+        "@!%p1 bar.sync 1, 64;", 128,
+    ),
     "one pair of warps, twice": ("bar.sync 1, 64;\nbar.sync 1, 64;", 64),
     "two pairs of warps with a barrier each": ("add.u32 %r2, %r1, 1;\nbar.sync %r2, 64;\nbar.sync %r2, 64;", 128),
     "warps that take turns": (
