@@ -40,6 +40,8 @@ class FmhaShape:
     lse: bool
     values: str
     """The tensor that holds the values: v, or k if both are one. The second load of a tile then hits the L2."""
+    sms: int | None
+    """The SMs to launch for; None: all of the device."""
 
     @property
     def rows(self) -> int:
@@ -81,6 +83,7 @@ class FmhaShape:
             scale=scale,
             lse=bool(case["lse"]),
             values="k" if case["kv"] == "latent" else "v",
+            sms=None if case["sms"] is None else case.int("sms"),
         )
 
     def axes(self) -> tuple[KernelArg, ...]:

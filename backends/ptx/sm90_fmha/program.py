@@ -43,7 +43,7 @@ def has_pair(shape: FmhaShape) -> bool:
     return shape.hd == 512 or (shape.t > MAX_SPLIT_QUERIES and shape.s_k > SPLIT_KEYS)
 
 
-def part_keys_of(shape: FmhaShape, tiling: Tiling, sm_count: int = SM_COUNT) -> int | None:
+def part_keys_of(shape: FmhaShape, tiling: Tiling) -> int | None:
     """Keys per part, a multiple of the tile; None where the rule of split_keys.py applies.
 
     Each SM processes its share of the parts one after the other: memory is what they wait for.
@@ -53,7 +53,7 @@ def part_keys_of(shape: FmhaShape, tiling: Tiling, sm_count: int = SM_COUNT) -> 
         tiny = shape.hd <= 128 and MAX_SPLIT_QUERIES < shape.t <= TINY_QUERIES and shape.s_k <= SPLIT_KEYS
         tiny = tiny and items * -(-shape.s_k // TINY_PART_KEYS) <= TINY_CTAS
         return TINY_PART_KEYS if tiny else None
-    tiles = -(-shape.s_k // tiling.tile_n)
+    tiles, sm_count = -(-shape.s_k // tiling.tile_n), shape.sms or SM_COUNT
 
     pace = PAIR_PACE if isinstance(tiling, PairTiling) else PACE[shape.hd]
 
@@ -83,8 +83,7 @@ def fmha_program(case: Case, part_keys: int | None = None) -> Program:
         return row_program(shape, row)
     latent = shape.values == "k"
     tiling = PairTiling(shape.hd, latent) if has_pair(shape) else Sm90FmhaTiling(shape.hd)
-    if part_keys is None:
-        part_keys = part_keys_of(shape, tiling, case.int("sms") if case["sms"] else SM_COUNT)
+    part_keys = part_keys_of(shape, tiling) if part_keys is None else part_keys
     plan = KeyPlan.of(shape, tiling.tile_n, part_keys)
     if isinstance(tiling, PairTiling):
         name, threads, text = pair_name(tiling), PAIR_THREADS, pair_text(tiling, plan.part_keys)

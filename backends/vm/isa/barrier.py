@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from backends.vm.bind.binder import Binder
@@ -50,6 +52,8 @@ def _check_after_last_phase(warp: Warp, number: int, barrier: NamedBarrier) -> N
 
     A relaxed arrival at the cluster's barrier orders no memory, but what its waiters do does come later.
     """
+    if barrier.awaited.get(warp.agent) == barrier.generation:
+        return
     seen, met = warp.clock.seen, warp.met
     for one in barrier.last_arrivals:
         if seen[one.agent] < one.epoch and met[one.agent] < one.epoch:
@@ -95,13 +99,21 @@ def sync(b: Binder) -> Step:
     return step
 
 
-def _wait(warp: Warp, number: int, barrier: NamedBarrier) -> Wait:
+def _wait(warp: Warp, number: int, barrier: NamedBarrier, then: Callable[[], None] | None = None) -> Wait:
+    """Wait for the end of the phase at which the warp has arrived; `then`: what it does after that."""
     target = barrier.generation + (1 if barrier.arrived else 0)
     warp.cta.machine.counters["barrier_waits"] += 1
+
+    def finish() -> None:
+        _join(warp, barrier.released)
+        barrier.awaited[warp.agent] = target
+        if then is not None:
+            then()
+
     return Wait(
         ready=lambda: barrier.generation >= target,
         reason=lambda: f"barrier {number}, where {barrier.arrived} of {_expected(barrier.expected)} have arrived",
-        finish=lambda: _join(warp, barrier.released),
+        finish=finish,
     )
 
 
@@ -137,16 +149,13 @@ def reduce(b: Binder) -> Step:
         number, mask = _uniform(warp, row), warp.mask
         warp.cta.named_barrier(number).votes.extend((warp.pred[rp] ^ negated)[mask].tolist())
         barrier = _arrive(warp, number, None if count is None else _uniform(warp, count), aligned=aligned)
-        wait = _wait(warp, number, barrier)
 
-        def finish() -> None:
-            _join(warp, barrier.released)
+        def combine() -> None:
             votes = barrier.outcome
             outcome = {"and": all(votes), "or": any(votes), "popc": sum(votes)}[operation]
             np.copyto(getattr(warp, view)[rd], outcome, where=mask, casting="unsafe")
 
-        wait.finish = finish
-        return wait
+        return _wait(warp, number, barrier, combine)
 
     return step
 

@@ -52,7 +52,8 @@ class NamedBarrier:
     """`barrier` resource 0..15 of a CTA (PTX ISA 9.7.13.1): arrivals in threads, and the clocks they bring.
 
     `expected` None: every thread of the CTA that is alive when the last one arrives. `arrivals`: those at this phase;
-    `last_arrivals`: those at the phase before.
+    `last_arrivals`: those at the phase before. `awaited`: by clock index of a warp, the generation that it has waited
+    for last.
     """
 
     arriving: Clock
@@ -62,6 +63,7 @@ class NamedBarrier:
     generation: int = 0
     arrivals: list[BarrierArrival] = field(default_factory=list[BarrierArrival])
     last_arrivals: list[BarrierArrival] = field(default_factory=list[BarrierArrival])
+    awaited: dict[int, int] = field(default_factory=dict[int, int])
     votes: list[bool] = field(default_factory=list[bool])
     outcome: list[bool] = field(default_factory=list[bool])
 
