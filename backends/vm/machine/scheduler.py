@@ -55,9 +55,10 @@ class Schedule(Protocol):
 @dataclass(slots=True)
 class InOrder(Schedule):
     """Warps in turn. `eager` performs operations as they are issued, `lazy` only when no warp can move without that.
+    Before `lazy` does, waits that may time out give up once.
 
     `vain_rounds`: rounds in which warps have done only what they may repeat for ever (Engine.repeat) while operations
-    are pending: they may spin together until one ends.
+    are pending: they may spin together until one ends. `gave_up_at`: the events after which waits gave up last.
     """
 
     name: str
@@ -65,6 +66,7 @@ class InOrder(Schedule):
     resident: int = 1
     quiet_rounds: int = 0
     vain_rounds: int = 0
+    gave_up_at: int = -1
 
     def turns_of(self, warps: int) -> int:
         """Each warp runs in each turn."""
@@ -78,6 +80,8 @@ class InOrder(Schedule):
         changed = run.engine.events - before != run.engine.repeatable - repeated
         self.vain_rounds = 0 if changed or not run.engine.pending else self.vain_rounds + 1
         if moved and self.quiet_rounds < PATIENCE and self.vain_rounds < LONG_PATIENCE:
+            return True
+        if not moved and self.defers and _give_up(run, self):
             return True
         operation = run.engine.most_wanted(run.awaited())
         if operation is not None:
@@ -93,9 +97,10 @@ class InOrder(Schedule):
 class Late(Schedule):
     """All but one CTA of each cluster, or all but one warp of each CTA, run as far as they can before that one moves.
 
-    Operations end as they are issued. `which`: "cta" or "warp", chosen by its rank or index `number`, modulo their
-    count. `vain_rounds`: rounds in which the others have done only what they may repeat for ever (Engine.repeat), since
-    they may spin together until the late one moves.
+    Operations end as they are issued. Before the late one moves, waits of the others that may time out give up once.
+    `which`: "cta" or "warp", chosen by its rank or index `number`, modulo their count. `vain_rounds`: rounds in which
+    the others have done only what they may repeat for ever (Engine.repeat), since they may spin together until the late
+    one moves.
     """
 
     name: str
@@ -105,6 +110,7 @@ class Late(Schedule):
     resident: int = 1
     quiet_rounds: int = 0
     vain_rounds: int = 0
+    gave_up_at: int = -1
 
     def _is_late(self, warp: Warp) -> bool:
         if self.which == "cta":
@@ -132,11 +138,22 @@ class Late(Schedule):
         self.vain_rounds = 0 if changed else self.vain_rounds + 1
         if moved and self.quiet_rounds < LATE_PATIENCE and self.vain_rounds < PATIENCE:
             return True
+        if not moved and _give_up(run, self):
+            return True
         behind = sum(run.advance(warp, 1) for warp in late)
         if not behind and moved and self.quiet_rounds >= PATIENCE:
             run.admit_one_more()
             self.quiet_rounds = 0
         return bool(moved or behind)
+
+
+def _give_up(run: Run, policy: InOrder | Late) -> bool:
+    """Lets all waits that may time out do so (mbarrier.try_wait, PTX ISA 9.7.13.15.16), once for each state in which
+    nobody can move."""
+    if policy.gave_up_at == run.engine.events:
+        return False
+    policy.gave_up_at = run.engine.events
+    return run.expire()
 
 
 class Random(Schedule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import ELECT, FENCE, SYNC, Kernel, Map, assert_clean, init, wait
+from conformance.vm.kernel import ELECT, FENCE, SYNC, Kernel, Map, assert_clean, fault_of, init, wait
 
 TILES = 9
 TILE = np.arange(64 * TILES, dtype=np.uint32).reshape(TILES, 64) * 7
@@ -192,3 +192,30 @@ def test_relaxed_arrivals_after_a_fence_release() -> None:
     @%p1 red.global.add.u32 [%out], 1; ret;"""
     kernel = Kernel(body, {"out": np.zeros(1, np.uint32)}, grid=(4, 1, 1), cluster=(2, 1, 1), block=(64, 1, 1))
     assert_clean(kernel, {"out": [4]})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rule"),
+    [("eager", None), ("lazy", "copy-not-awaited"), ("late_warp:1", "race"), ("late_warp:0", None)],
+)
+def test_a_wait_that_is_not_repeated_gives_up(schedule: str, rule: str | None) -> None:
+    """mbarrier.try_wait may give up (PTX ISA 9.7.13.15.16): before a copy ends, and before a late warp arrives."""
+    body = f""".shared .align 8 .b64 copied; .shared .align 8 .b64 stored;
+    .shared .align 16 .b8 tile[128]; .shared .align 4 .b32 sum;
+    {init("copied", "stored")}
+    setp.eq.u32 %p1, %warp, 1; @%p1 bra STORE;
+    @%p13 mbarrier.arrive.expect_tx.shared::cta.b64 _, [copied], 128;
+    @%p13 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [tile], [%x], 128, [copied];
+    mbarrier.try_wait.parity.shared::cta.b64 %p2, [copied], 0;
+    ld.shared.u32 %r1, [tile];
+    mbarrier.try_wait.parity.shared::cta.b64 %p2, [stored], 0;
+    ld.shared.u32 %r2, [sum]; add.u32 %r1, %r1, %r2;
+    @%p13 st.global.u32 [%out], %r1;
+    ret;
+    STORE: setp.eq.u32 %p3, %lane, 0;
+    @%p3 st.shared.u32 [sum], 7;
+    @%p3 mbarrier.arrive.shared::cta.b64 _, [stored];
+    ret;"""
+    buffers = {"x": np.full(32, 35, np.uint32), "out": np.zeros(1, np.uint32)}
+    fault = fault_of(Kernel(body, buffers, block=(64, 1, 1), inputs=("x",)), schedule)
+    assert (fault and fault.rule) == rule, f"{schedule}: {fault}"
