@@ -325,9 +325,14 @@ def _a2_gs(case: Case) -> torch.Tensor:
 
 
 def _h(case: Case, made: Inputs) -> torch.Tensor:
-    """float32 [expert rows, intermediate]: SwiGLU of two N(0, 1); NaN in padding rows if padding is poisoned."""
+    """float32 [expert rows, intermediate]: SwiGLU of two N(0, 1); NaN in padding rows if padding is poisoned. Half of the
+    blocks are zero under `zero_blocks`."""
     gate, up = (normal(case, name, (expert_rows(case), case.int("intermediate"))) for name in ("gate", "up"))
-    return _pad_rows(case, made, gate * gate.sigmoid() * up, math.nan)
+    h = gate * gate.sigmoid() * up
+    if case.inputs == "zero_blocks":
+        kept = uniform(case, "h_zero", (len(h), h.shape[1] // SF_VEC_SIZE)) < 0.5
+        h *= kept.repeat_interleave(SF_VEC_SIZE, dim=1)
+    return _pad_rows(case, made, h, math.nan)
 
 
 def _rows(case: Case, made: Inputs) -> torch.Tensor:
