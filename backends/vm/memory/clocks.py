@@ -248,7 +248,10 @@ class Clock:
 
     def come_after(self, epochs: Epochs) -> None:
         """Add `epochs` to what comes before in time."""
-        self.earlier = epochs.copy() if self.earlier is None else np.maximum(self.earlier, epochs)
+        if self.earlier is None:
+            self.earlier = epochs.copy()
+        else:
+            np.maximum(self.earlier, epochs, out=self.earlier)
 
     def past(self) -> Epochs:
         """All that comes before in time."""
