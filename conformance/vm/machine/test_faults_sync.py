@@ -189,6 +189,31 @@ def test_arrivals_that_follow_the_phase_before_are_fine(name: str) -> None:
     assert_clean(Kernel(MBAR + GROUPS + THREADS + body + "\nret;", block=(threads, 1, 1)), {})
 
 
+ROUND_TRIP = """
+@%p4 mbarrier.init.shared::cta.b64 [mbar], 1;
+fence.mbarrier_init.release.cluster;
+barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+mov.u32 %r3, %cluster_ctarank; setp.ne.u32 %p6, %r3, 0;
+xor.b32 %r4, %r3, 1; mov.u32 %r5, mbar; mapa.shared::cluster.u32 %r5, %r5, %r4;
+@%p6 bra WAIT;
+@%p1 bar.sync 1, 64;
+@%p5 mbarrier.arrive.release.cta.shared::cluster.b64 _, [%r5];
+@%p1 bra END;
+WAIT: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p7, [mbar], 0;
+@!%p7 bra WAIT;
+@!%p6 bar.sync 1, 64;
+@!%p6 bra END;
+@%p4 mbarrier.arrive.release.cta.shared::cluster.b64 _, [%r5];
+END: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+ret;"""
+
+
+def test_arrivals_that_follow_by_way_of_another_cta_are_fine() -> None:
+    """The arrivals of scope .cta order no memory between CTAs, and what waits for them comes later all the same."""
+    kernel = Kernel(MBAR + GROUPS + THREADS + ROUND_TRIP, grid=(2, 1, 1), block=(128, 1, 1), cluster=(2, 1, 1))
+    assert_clean(kernel, {})
+
+
 HALF = "setp.lt.u32 %p1, %lane, 16;\n"
 DIVERGED = {
     "bar.sync": (HALF + "@%p1 bar.sync 0; //!", "barrier 0", "lane 16"),
