@@ -50,13 +50,13 @@ def _arrive(warp: Warp, number: int, count: int | None, *, aligned: bool) -> Nam
 def _check_after_last_phase(warp: Warp, number: int, barrier: NamedBarrier) -> None:
     """Report an arrival that could have come before the last phase ended, and then counts for that phase.
 
-    A relaxed arrival at the cluster's barrier orders no memory, but what its waiters do does come later.
+    A relaxed arrival at an mbarrier or at the cluster's barrier orders no memory, but what its waiters do comes later.
     """
     if barrier.awaited.get(warp.agent) == barrier.generation:
         return
-    seen, met = warp.clock.seen, warp.met
+    seen, earlier = warp.clock.seen, warp.clock.earlier
     for one in barrier.last_arrivals:
-        if seen[one.agent] < one.epoch and met[one.agent] < one.epoch:
+        if seen[one.agent] < one.epoch and (earlier is None or earlier[one.agent] < one.epoch):
             who = warp.agents.name(one.agent)
             report(Fault("barrier-phase-unordered", f"nothing orders this arrival at barrier {number} after the "
                          f"barrier's last phase, at which {who} arrived at PTX line {one.line}: it may count for that "
@@ -208,6 +208,8 @@ def cluster_arrive(b: Binder) -> Step:
         warp.cluster_owed |= warp.mask
         warp.cluster_phase[warp.mask] = cluster.generation + 1
         cluster.arriving.join(warp.released if relaxed else warp.clock)
+        if relaxed:
+            cluster.arriving.come_after(warp.clock.past())
         np.maximum(cluster.meeting, np.maximum(warp.clock.seen, warp.met), out=cluster.meeting)
         warp.next_epoch()
         warp.cta.machine.engine.repeat()

@@ -96,7 +96,7 @@ def transactions(b: Binder) -> Step:
             if expects:
                 barrier.expect(total)
             else:
-                barrier.complete_transactions(total, warp.released, _by(warp, b))
+                barrier.complete_transactions(total, warp.clock.relaxed(warp.released, warp.agent), _by(warp, b))
         warp.next_epoch()
 
     return step
@@ -144,7 +144,8 @@ def arrive(b: Binder) -> Step:
 def _released(warp: Warp, *, relaxed: bool, narrow: bool) -> tuple[tuple[Clock, int, bool], ...]:
     rank = warp.cta.place.cta_rank
     if relaxed:
-        return (warp.released, rank, narrow), (warp.released_to_cta, rank, True)
+        told = warp.clock.relaxed(warp.released, warp.agent)
+        return (told, rank, narrow), (warp.released_to_cta, rank, True)
     return ((warp.clock, rank, narrow),)
 
 
@@ -201,6 +202,7 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
                 if passed and (relaxed or narrow):
                     barrier.completed.over(warp.met)
                 if passed and relaxed:
+                    barrier.completed.notice(warp.clock)
                     warp.noticed[id(barrier)] = barrier.completed
                 elif passed:
                     barrier.completed.take(warp.clock, warp.cta.place.cta_rank, narrow=narrow)

@@ -18,7 +18,7 @@ That part of what is known of cluster n is stored under -n, for the own cluster 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -213,13 +213,16 @@ class Clock:
     """The pair of vector clocks that an agent or a barrier carries; arrays of shape [agents].
 
     `grid` covers other clusters; it is None until a flag in global memory or a fence of gpu scope matters. `tensor` is
-    `seen` as of the last tcgen05.fence::after_thread_sync, for a warp whose findings are collected.
+    `seen` as of the last tcgen05.fence::after_thread_sync, for a warp whose findings are collected. `earlier` is what
+    comes before in time without being ordered before: what relaxed arrivals tell, and those whose scope leaves the
+    waiter out. It travels the same ways. It is None until there is such an arrival or a relaxed wait.
     """
 
     seen: Epochs
     fenced: Epochs
     grid: GridClock | None = None
     tensor: Epochs | None = None
+    earlier: Epochs | None = None
 
     @classmethod
     def zero(cls, agents: int) -> Clock:
@@ -240,12 +243,36 @@ class Clock:
         np.maximum(self.fenced, other.fenced, out=self.fenced)
         if other.grid is not None:
             self.grid_part().join(other.grid)
+        if other.earlier is not None:
+            self.come_after(other.earlier)
+
+    def come_after(self, epochs: Epochs) -> None:
+        """Add `epochs` to what comes before in time."""
+        if self.earlier is None:
+            self.earlier = epochs.copy()
+        else:
+            np.maximum(self.earlier, epochs, out=self.earlier)
+
+    def past(self) -> Epochs:
+        """All that comes before in time."""
+        return self.seen if self.earlier is None else np.maximum(self.seen, self.earlier)
+
+    def relaxed(self, released: Clock, agent: int) -> Clock:
+        """The clock of a relaxed arrival by `agent`, the owner: it orders what a fence has `released`.
+
+        Such an arrival begins no epoch, so the past that it tells ends before the current one.
+        """
+        past = self.past().copy()
+        past[agent] -= 1
+        return replace(released, earlier=past)
 
     def copy(self) -> Clock:
         """A separate clock that has seen the same."""
         made = Clock(self.seen.copy(), self.fenced.copy(), tensor=self.tensor)
         if self.grid is not None:
             made.grid_part().join(self.grid)
+        if self.earlier is not None:
+            made.come_after(self.earlier)
         return made
 
     def grid_part(self) -> GridClock:
@@ -258,7 +285,7 @@ class Clock:
         """Reset to a clock that has seen nothing."""
         self.seen[:] = 0
         self.fenced[:] = 0
-        self.grid = None
+        self.grid = self.earlier = None
 
     def fence_proxy(self) -> None:
         """`fence.proxy.async`: make what is ordered before now visible to the asynchronous proxy."""
@@ -294,6 +321,13 @@ class Carried:
         for (giver, only), clock in self.parts.items():
             if giver in (rank, ANYONE) or not (only or narrow):
                 into.join(clock)
+            else:
+                into.come_after(clock.past())
+
+    def notice(self, into: Clock) -> None:
+        """A relaxed wait: the arrivals come before it in time."""
+        for clock in self.parts.values():
+            into.come_after(clock.past())
 
     def over(self, met: Epochs) -> None:
         """Raise `met` to what is over once the arrivals have come, whatever the scope of the waiter.

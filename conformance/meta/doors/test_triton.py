@@ -14,6 +14,7 @@ import pytest
 from conformance import ROOT
 from conformance.fakes.commands import python
 from megamoe.export.findings import read_findings
+from megamoe.records.provenance import installed_version
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the extra `triton` is not installed"
@@ -285,6 +286,20 @@ def test_the_example_of_a_test_suite_fails_without_the_mask_of_its_store(tmp_pat
     for rule in ("global-race", "out-of-bounds"):
         named = re.findall(rf"^error \[{rule}\] kernel softmax_kernel, \S+test_softmax.py:(\d+):", said, re.MULTILINE)
         assert set(named) == {str(store + 1)}, f"each [{rule}] names the line of the store: {said}"
+
+
+def test_the_page_about_split_stores_tells_what_happens(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "found" / "triton-split-store.md").read_text("utf-8")
+    version = installed_version("triton")
+    if version is None or f"Triton {version} compiles it" not in page:
+        pytest.skip(f"the page is about another Triton than {version}")
+    (suite,) = re.findall("^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    options = ("--megamoe-vm", "sm_90a", "--megamoe-profile", "lenient", "-k", "128-True")
+    said = _pytest(tmp_path, suite, *options).replace("test_kernels.py", "test_rows.py")
+    assert "2 failed, 2 passed" in said, said
+    told = re.findall("^(FAILED .*) - (.*)$", page, re.MULTILINE)
+    assert [name for name, _ in told] == re.findall("^(FAILED .*) - ", said, re.MULTILINE), said
+    assert {why for _, why in told} == set(re.findall("^E +(AssertionError: .*)$", said, re.MULTILINE)), said
 
 
 @pytest.mark.parametrize(

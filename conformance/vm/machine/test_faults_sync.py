@@ -117,6 +117,10 @@ def test_a_barrier_awaited_with_two_counts() -> None:
 
 GROUPS = "shr.u32 %r1, %warp, 1; setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %warp, 0; setp.eq.u32 %p3, %warp, 1;\n"
 """%p1: the first two warps; %p2: the first; %p3: the second."""
+COUNT_ONE = "mbarrier.init.shared::cta.b64 [mbar], 1;"
+RELAXED = "mbarrier.arrive.relaxed.cta.shared::cta.b64 _, [mbar];"
+RELAXED_WAIT = """WAIT: mbarrier.try_wait.parity.relaxed.cta.shared::cta.b64 %p7, [mbar], 0;
+@!%p7 bra WAIT;"""
 SHARED_BARRIERS = {
     "two pairs of warps": ("bar.sync 1, 64;", 128),
     "pairs of warps, one with a barrier of its own first": ("@%p1 bar.sync 2, 64;\nbar.sync 1, 64;", 128),
@@ -125,6 +129,10 @@ SHARED_BARRIERS = {
     ),
     "an arrival that follows another barrier, which the waiting warp passes first": (
         "@%p2 bar.arrive 1, 64;\nbar.sync 0;\n@%p3 bar.sync 1, 64;\n@%p2 bar.arrive 1, 64;\n@%p3 bar.sync 1, 64;", 64,
+    ),
+    "an arrival after a relaxed arrival at an mbarrier, which the waiting warp makes too early": (
+        f"@%p4 {COUNT_ONE}\nbar.sync 0;\n@%p2 bar.arrive 1, 64;\n@%p5 {RELAXED}\n@%p3 bar.sync 1, 64;\n"
+        f"@%p3 bra END;\n{wait('mbar', 0)}\nbar.arrive 1, 64;\nbra END2;\nEND: bar.sync 1, 64;\nEND2:", 64,
     ),
 }  # fmt: skip
 ORDERED_BARRIERS = {
@@ -146,7 +154,22 @@ ORDERED_BARRIERS = {
         f"{INIT.replace('%p1', '%p4')}\nbar.sync 0;\n@%p2 bar.arrive 1, 64;\n@%p3 bar.sync 1, 64;\n"
         f"{ARRIVE.replace('%p1', '%p5')}\n{wait('mbar', 0)}\n@%p2 bar.arrive 1, 64;\n@%p3 bar.sync 1, 64;", 64,
     ),
+    "the same with a relaxed arrival": (
+        f"@%p4 {COUNT_ONE}\nbar.sync 0;\n@%p2 bar.arrive 1, 64;\n@%p3 bar.sync 1, 64;\n"
+        f"@%p5 {RELAXED}\n{wait('mbar', 0)}\n@%p2 bar.arrive 1, 64;\n@%p3 bar.sync 1, 64;", 64,
+    ),
+    "the same with a relaxed wait": (
+        f"@%p4 {COUNT_ONE}\nbar.sync 0;\n@%p2 bar.arrive 1, 64;\n@%p3 bar.sync 1, 64;\n"
+        f"@%p5 {RELAXED.replace('relaxed', 'release')}\n{RELAXED_WAIT}\n"
+        "@%p2 bar.arrive 1, 64;\n@%p3 bar.sync 1, 64;", 64,
+    ),
+    "pairs of warps, the second after a barrier of its own that follows a relaxed arrival": (
+        f"@%p4 {COUNT_ONE}\nbar.sync 0;\n@%p1 bar.sync 1, 64;\n@%p5 {RELAXED}\n"
+        f"setp.eq.u32 %p6, %warp, 2;\n@!%p6 bra PASS;\n{wait('mbar', 0)}\nPASS:\n"
+        "@!%p1 bar.sync 2, 64;\n@!%p1 bar.sync 1, 64;", 128,
+    ),
 }  # fmt: skip
+MBAR = ".shared .align 8 .b64 mbar;\n"
 THREADS = "setp.eq.u32 %p4, %tx, 0; setp.eq.u32 %p5, %tx, 32;\n"
 
 
@@ -154,7 +177,7 @@ THREADS = "setp.eq.u32 %p4, %tx, 0; setp.eq.u32 %p5, %tx, 32;\n"
 def test_an_arrival_that_may_count_for_the_phase_before(name: str) -> None:
     body, threads = SHARED_BARRIERS[name]
     for schedule in EVERY_SCHEDULE:
-        fault = fault_of(Kernel(GROUPS + THREADS + body + "\nret;", block=(threads, 1, 1)), schedule)
+        fault = fault_of(Kernel(MBAR + GROUPS + THREADS + body + "\nret;", block=(threads, 1, 1)), schedule)
         assert fault is not None, f"{schedule}: no fault was found"
         assert fault.rule == "barrier-phase-unordered", f"{schedule}: {fault}"
         assert "nothing orders this arrival at barrier 1 after" in str(fault), f"{schedule}: {fault}"
@@ -163,9 +186,32 @@ def test_an_arrival_that_may_count_for_the_phase_before(name: str) -> None:
 @pytest.mark.parametrize("name", ORDERED_BARRIERS)
 def test_arrivals_that_follow_the_phase_before_are_fine(name: str) -> None:
     body, threads = ORDERED_BARRIERS[name]
-    assert_clean(
-        Kernel(".shared .align 8 .b64 mbar;\n" + GROUPS + THREADS + body + "\nret;", block=(threads, 1, 1)), {}
-    )
+    assert_clean(Kernel(MBAR + GROUPS + THREADS + body + "\nret;", block=(threads, 1, 1)), {})
+
+
+ROUND_TRIP = """
+@%p4 mbarrier.init.shared::cta.b64 [mbar], 1;
+fence.mbarrier_init.release.cluster;
+barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+mov.u32 %r3, %cluster_ctarank; setp.ne.u32 %p6, %r3, 0;
+xor.b32 %r4, %r3, 1; mov.u32 %r5, mbar; mapa.shared::cluster.u32 %r5, %r5, %r4;
+@%p6 bra WAIT;
+@%p1 bar.sync 1, 64;
+@%p5 mbarrier.arrive.release.cta.shared::cluster.b64 _, [%r5];
+@%p1 bra END;
+WAIT: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p7, [mbar], 0;
+@!%p7 bra WAIT;
+@!%p6 bar.sync 1, 64;
+@!%p6 bra END;
+@%p4 mbarrier.arrive.release.cta.shared::cluster.b64 _, [%r5];
+END: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+ret;"""
+
+
+def test_arrivals_that_follow_by_way_of_another_cta_are_fine() -> None:
+    """The arrivals of scope .cta order no memory between CTAs, and what waits for them comes later all the same."""
+    kernel = Kernel(MBAR + GROUPS + THREADS + ROUND_TRIP, grid=(2, 1, 1), block=(128, 1, 1), cluster=(2, 1, 1))
+    assert_clean(kernel, {})
 
 
 HALF = "setp.lt.u32 %p1, %lane, 16;\n"
