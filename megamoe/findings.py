@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal, cast, get_args
 
 from megamoe.contract.machine import AccessLike, FaultLike, Grade, SourceLike
+from megamoe.contract.wording import counted, nearest, nearest_of
 
 Profile = Literal["strict", "default", "lenient"]
 PROFILES: Mapping[Profile, frozenset[Grade]] = {
@@ -243,10 +244,9 @@ def _is_end(file: str, path: str) -> bool:
 
 def _wrong_key(key: str, value: str, rules: Collection[str] | None) -> str:
     """Says what is wrong with a key's value; "" if nothing is."""
-    from megamoe.spec.marked_yaml import nearest
 
     if key == "rule" and rules is not None and value not in rules:
-        return f"there is no rule {value!r}; {nearest(value, rules)}"
+        return f"there is no rule {value!r}{nearest_of(value, rules, 'docs/rules/README.md')}"
     if key == "place":
         file, first, last = _place(value)
         if not PurePath(file).parts or re.search(r":\d*$", file) or any(letter in file for letter in "*?"):
@@ -309,7 +309,9 @@ class Ledger:
         `rules`: the machine's rules, which suppressions may name.
         """
         if profile not in PROFILES:
-            raise ValueError(f"there is no profile {profile!r}; there are {', '.join(get_args(Profile))}")
+            raise ValueError(
+                f"there is no profile {profile!r}; there are {', '.join(get_args(Profile))}{nearest(profile, PROFILES)}"
+            )
         return cls(cast("Profile", profile), () if suppress is None else read_suppressions(suppress, rules))
 
     @property
@@ -351,7 +353,7 @@ class Ledger:
         """How many findings there are, and how many of them count."""
         count, failing = len(self.findings), len(self.failing)
         of_them = f"{failing} of them count{'s' * (failing == 1)} in the profile {self.profile}"
-        return f"{count} finding{'s' * (count != 1)}, {of_them}"
+        return f"{counted(count, 'finding')}, {of_them}"
 
     @property
     def stale(self) -> list[Suppression]:

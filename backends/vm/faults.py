@@ -129,6 +129,11 @@ def at_line(line: int) -> str:
     return f" at PTX line {line}" if line else ""
 
 
+def counted(count: int, name: str) -> str:
+    """ "1 byte", "2 bytes". `name` takes an s in the plural."""
+    return f"{count} {name}{'' if count == 1 else 's'}"
+
+
 class UnknownInstructionError(Exception):
     """PTX that this machine does not implement: the text names the spelling, the line and what is known."""
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import address_of, count_nonzero
-from backends.vm.faults import Fault, OtherAccess, at_line, report
+from backends.vm.faults import Fault, OtherAccess, at_line, counted, report
 from backends.vm.memory import compiled_granules
 from backends.vm.memory.access_code import NO, NO_ROOM, MemoryWords
 from backends.vm.memory.clocks import (
@@ -106,7 +106,8 @@ class SharedMemory:
             if at >= RESERVED and at + size <= self.size:
                 raise Fault("misaligned", f"shared {access} of {size} bytes at an address that is not a multiple of "
                             f"{size}", lane=lane, address=at)  # fmt: skip
-            raise Fault("out-of-bounds", f"shared {access} of {size} bytes; this CTA has {self.size - RESERVED} bytes "
+            raise Fault("out-of-bounds", f"shared {access} of {counted(size, 'byte')}; this CTA has "
+                                         f"{counted(self.size - RESERVED, 'byte')} "
                         f"from {RESERVED:#x} to {self.size:#x}", lane=lane, address=at)  # fmt: skip
 
     def check_region(self, offset: int, size: int, access: str) -> None:

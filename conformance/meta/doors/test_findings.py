@@ -241,7 +241,10 @@ def test_a_suppressed_finding_does_not_count_and_a_stale_suppression_is_reported
         ("- {rule: race, reason: because}\n", "needs a place"),
         ("- {rule: race, reason: because, line: 3}\n", "line: 3: the keys are"),
         ("- {rule: race, reason: ''}\n", "the keys are"),
-        ("- {rule: raec, reason: because, kernel: k}\n", "no rule 'raec'; did you mean 'race'"),
+        (
+            "- {rule: raec, reason: because, kernel: k}\n",
+            r"no rule 'raec'; did you mean 'race'\? docs/rules/README.md lists all \d+$",
+        ),
         ("- {rule: race, reason: because, place: 'a.cu:9-3'}\n", "FIRST is at most LAST"),
         ("- {rule: race, reason: because, place: 'a.cu:0'}\n", "lines count from 1"),
         ("- {rule: race, reason: because, place: 'a.cu:'}\n", "write FILE, FILE:LINE or FILE:FIRST-LAST"),

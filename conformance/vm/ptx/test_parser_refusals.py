@@ -72,7 +72,7 @@ SOURCES = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).pa
         (HEADER + ".global .u32 x = -0f3F800000;", (3, 18), ["takes no sign"]),
         (HEADER + ".global .u32 x = 1.0;", (3, 14), ["floating-point value initialises type .u32"]),
         (HEADER + ".global .f32 x = 1;", (3, 14), ["write 1.0"]),
-        (HEADER + ".global .b8 x[2] = {1, 2, 3};", (3, 13), ["3 items", "array of 2"]),
+        (HEADER + ".global .b8 x[2] = {1, 2, 3};", (3, 13), ["3 items for an array of 2"]),
         (HEADER + ".global .f32 x[2][2] = {1.0, 2.0};", (3, 14), ["list in { }"]),
         (HEADER + ".global .b32 y; .global .b32 x = y;", (3, 30), ["an address needs 64 bits"]),
         (HEADER + ".global .b8 x[];", (3, 13), ["x[] has no size"]),
