@@ -77,7 +77,8 @@ class KernelFinding:
     `detail`: what happened, with the values of the first occurrence. `source`: innermost first, () if nothing is known
     about PTX `line`. `where`: CTA and warp, or the copy. `section`: of the PTX ISA. `reliance`: who relies on more than
     the ISA promises. `ends`: the launch could not continue. `origin`: the file of the PTX or CUDA C++, if any.
-    `module`: module_of its PTX.
+    `module`: module_of its PTX. `spot`: the variable and byte at `address`. `page`: the file that explains the rule.
+    `schedules`: those under which it was found.
     """
 
     rule: str
@@ -100,9 +101,12 @@ class KernelFinding:
     ends: bool = False
     origin: str = ""
     module: str = ""
+    spot: str = ""
+    page: str = ""
+    schedules: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, fault: FaultLike, origin: str = "", module: str = "") -> KernelFinding:
+    def of(cls, fault: FaultLike, origin: str = "", module: str = "", schedule: str = "") -> KernelFinding:
         """Converts a machine's fault."""
         about = fault.about
         return cls(
@@ -126,6 +130,9 @@ class KernelFinding:
             fault.ends,
             origin,
             module,
+            fault.spot,
+            about.page,
+            (schedule,) if schedule else (),
         )
 
     @property
@@ -168,12 +175,16 @@ class KernelFinding:
     def __str__(self) -> str:
         said = [f"{self.grade} {self.sentence}"]
         said += [f"  called from: {one}" for one in self.source[1:]]
+        if self.spot and self.address is not None:
+            said.append(f"  address: {self.address:#x} of the CTA's shared memory is {self.spot}")
         said += [f"  other access: {self.other}"] if self.other is not None else []
         said += [f"  missing: {self.missing}"] if self.missing else []
         said += [f"  mend: {self.mend}"] if self.mend else []
         said += [f"  relied upon: {self.reliance}"] if self.reliance else []
+        said += [f"  read more: {self.page}"] if self.page else []
         ends = "the launch ends here" if self.ends else "the launch goes on"
         times = f"found {self.times} times" if self.times > 1 else "found once"
+        times += f" under {', '.join(self.schedules)}" if self.schedules else ""
         said.append(f"  {times}; {ends}{f'; PTX ISA {self.section}' if self.section else ''}")
         return "\n".join(said)
 
@@ -182,6 +193,7 @@ class KernelFinding:
         """Rebuilds a finding from the result of dataclasses.asdict; unknown keys are ignored."""
         values = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
         values["source"] = tuple(SourceLine(**one) for one in values["source"])
+        values["schedules"] = tuple(values.get("schedules", ()))
         if (other := values.get("other")) is not None:
             source = tuple(SourceLine(**one) for one in other["source"])
             values["other"] = CollidingAccess(**{**other, "source": source})
@@ -328,7 +340,12 @@ class Ledger:
                 self.by_site[one.site] = one
                 fresh.append(one)
             else:
-                self.by_site[one.site] = replace(known, times=known.times + one.times, ends=known.ends or one.ends)
+                self.by_site[one.site] = replace(
+                    known,
+                    times=known.times + one.times,
+                    ends=known.ends or one.ends,
+                    schedules=tuple(dict.fromkeys((*known.schedules, *one.schedules))),
+                )
         return fresh
 
     def suppression_of(self, finding: KernelFinding) -> Suppression | None:

@@ -140,6 +140,7 @@ class Device:
         suppress: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.sm_count = sm_count
+        self.schedule = schedule
         self.timeout: float | None = None
         self.printed: Callable[[str], object] = _to_stdout
         self.reported: Callable[[KernelFinding], object] = _to_log
@@ -169,7 +170,7 @@ class Device:
         before = tuple(self.machine.findings)
         stop: KernelFault | None = None
         try:
-            with sentences(self.machine), self._in_time():
+            with sentences(self.machine, origin), self._in_time():
                 yield
         except KernelFault as fault:
             stop = fault
@@ -179,7 +180,7 @@ class Device:
         finally:
             new = [one for one in self.machine.findings if not any(one is old for old in before)]
             module = module_of(ptx) if new else ""
-            found = [KernelFinding.of(one, origin, module) for one in new]
+            found = [KernelFinding.of(one, origin, module, self.schedule) for one in new]
             fresh = self.ledger.take(found)
         failing = [one for one in found if self.ledger.counts(one)]
         for one in fresh:
@@ -233,7 +234,7 @@ class Device:
         what was written until then.
         """
         ptx, text = as_ptx(source, self.machine.target), str(source)
-        with sentences(self.machine):
+        with sentences(self.machine, "" if _is_text(source) else text):
             entries = self.machine.entries(ptx)
             name = _entry_named(entry, entries)
             reached = Reached(self.machine, [*args, *memory], scratch=tuple(scratch))
@@ -272,19 +273,31 @@ def _to_stdout(text: str) -> None:
 
 
 @contextmanager
-def sentences(machine: KernelMachine) -> Iterator[None]:
-    """Turns a machine's exceptions into KernelFault, LaunchRefusedError and UnsupportedError."""
+def sentences(machine: KernelMachine, origin: str = "") -> Iterator[None]:
+    """Turns a machine's exceptions into KernelFault, LaunchRefusedError and UnsupportedError.
+
+    `origin`: the file of the PTX or CUDA C++, which the machine does not know.
+    """
     try:
         yield
     except Exception as stop:
         if isinstance(stop, machine.faults):
             raise KernelFault(str(stop), getattr(stop, "rule", "")) from stop
         if isinstance(stop, machine.refusals):
-            raise LaunchRefusedError(str(stop), getattr(stop, "cuda_error", 0)) from stop
+            raise LaunchRefusedError(_in_file(str(stop), origin), getattr(stop, "cuda_error", 0)) from stop
         if isinstance(stop, machine.unknowns):
-            raise UnsupportedError(str(stop)) from stop
+            raise UnsupportedError(f"{origin}, {stop}" if origin else str(stop)) from stop
         raise
 
+
+def _in_file(said: str, origin: str) -> str:
+    """`said` with the file in place of <ptx>, as a machine calls a text."""
+    if not origin or not said.startswith(_NO_FILE):
+        return said
+    return (origin if origin.endswith(".ptx") else f"the PTX of {origin}") + said.removeprefix(_NO_FILE)
+
+
+_NO_FILE = "<ptx>"
 
 # Work that graphs capture
 
@@ -544,7 +557,10 @@ def _scalar(what: str, parameter: Parameter, arg: Any) -> bytes:
         if number != arg or not -(1 << bits - 1) <= number < 1 << bits:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        raise LaunchRefusedError(f"{what} cannot be {arg!r}") from None
+        wanted = "a number" if code in "efd" else f"a whole number of {8 * parameter.size} bits"
+        if parameter.size == 8 and code not in "efd":
+            wanted += ", or, for a pointer, an array (on the command line, f32[1024]) or a null pointer (None, null)"
+        raise LaunchRefusedError(f"{what} cannot be {arg!r}; it takes {wanted}") from None
     # The sign is up to the kernel: nvcc declares an `int` as .u32.
     return (number % (1 << bits)).to_bytes(parameter.size, "little")
 

@@ -41,7 +41,7 @@ class Fault(Exception):
     `rule` is a stable slug of RULES, `detail` a sentence fragment with the values seen. `source`: the place in the
     source, innermost first. `times`: how often a launch met it. `ends`: the launch could not go on. `address`: not of
     global memory. Kernels see the memory of this process there, so it would differ from run to run; `detail` names the
-    byte of a buffer instead.
+    byte of a buffer instead. `spot`: the variable and byte at `address`, "" if unknown.
     """
 
     rule: str
@@ -57,6 +57,7 @@ class Fault(Exception):
     source: tuple[SourcePlace, ...] = ()
     times: int = 1
     ends: bool = True
+    spot: str = ""
 
     def __str__(self) -> str:
         place = f"kernel {self.kernel}, PTX line {self.line} `{self.text}`" if self.line else f"kernel {self.kernel}"

@@ -187,7 +187,11 @@ class CaseSpace:
         """The case named `case_id`. Axes may come in any order, with or without defaults. Raises OutsideError."""
         op, colon, rest = case_id.partition(":")
         if not colon or op != self.op:
-            raise OutsideError(f"case id {case_id!r} does not begin with '{self.op}:'")
+            needed = ",".join(f"{name}=..." for name, axis in self.axes.items() if axis.required)
+            raise OutsideError(
+                f"{case_id!r} is no case id of {self.op}: write {self.op}:{needed}, as `megamoe list --op {self.op}` "
+                "prints them"
+            )
         texts: dict[str, str] = {}
         for part in rest.split(","):
             name, equals, text = part.partition("=")

@@ -212,7 +212,10 @@ def checked_names(kind: str, names: Sequence[str], registered: Sequence[str]) ->
                 f"{nearest(name, registered)}"
             )
         if name not in registered and not _module_exists(name.partition(":")[0]):
-            raise SelectionError(f"the {kind} {name!r} cannot be loaded: there is no such module on the search path")
+            raise SelectionError(
+                f"the {kind} {name!r} cannot be loaded: there is no module {name.partition(':')[0]!r} here or on "
+                "PYTHONPATH; put its folder there"
+            )
     return tuple(names)
 
 

@@ -292,7 +292,7 @@ def _check_launch(function: BoundFunction, shape: LaunchShape) -> None:
             if size > limit:
                 raise LaunchError(f"{name}: {what} {sizes}: {size} in {axis}, where at most {limit} are possible")
     if shape.cluster_ctas > MAX_CLUSTER:
-        raise LaunchError(f"{name}: a cluster of {counted(cluster, 'CTA')}; at most {MAX_CLUSTER} are possible")
+        raise LaunchError(f"{name}: a cluster of {cluster} CTAs; at most {MAX_CLUSTER} are possible")
     if any(size % part for size, part in zip(grid, cluster, strict=True)):
         raise LaunchError(f"{name}: grid {grid} is not a multiple of the cluster {cluster}")
     if int(np.prod(grid, dtype=object)) > MAX_CTAS:

@@ -56,6 +56,11 @@ _SPARE_READINGS: dict[int, list[npt.NDArray[np.int32]]] = {}
 _MAX_SIZES, _MAX_SPARE = 8, 32
 
 
+def dynamic_offset(static_size: int, align: int) -> int:
+    """Where dynamic shared memory begins, behind the reserved bytes and the static variables."""
+    return -(-(RESERVED + static_size) // align) * align
+
+
 class SharedMemory:
     """`size` bytes from offset 0, the reserved 0x400 included. Offsets below are addresses without rank bits.
 
@@ -70,7 +75,7 @@ class SharedMemory:
 
     def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
         self.agents = agents
-        self.dynamic_offset = -(-(RESERVED + static_size) // dynamic_align) * dynamic_align
+        self.dynamic_offset = dynamic_offset(static_size, dynamic_align)
         self.dynamic_size = dynamic_size
         self.size = self.dynamic_offset + dynamic_size
         padded = -(-self.size // 16) * 16

@@ -47,7 +47,7 @@ from backends.vm.ptx.variables import declare
 
 _DEPTH = 100
 _LONGEST_NUMBER = 12
-_SEPARATOR = "#"
+SEPARATOR = "#"
 """Precedes the number of an inner scope in unique names. PTX identifiers cannot contain it (PTX ISA 4.4)."""
 _DECIMAL = frozenset("0123456789")
 _COMPONENTS = {"x": 0, "y": 1, "z": 2, "w": 3, "r": 0, "g": 1, "b": 2, "a": 3}
@@ -137,7 +137,7 @@ class Scopes:
         if len(self._scopes) > _DEPTH:
             raise MisreadError(f"scopes are nested more than {_DEPTH} deep", begin)
         self._opened += 1
-        self._scopes.append(_Scope(f"{_SEPARATOR}{self._opened}"))
+        self._scopes.append(_Scope(f"{SEPARATOR}{self._opened}"))
         self.declare_labels(labels)
         yield
         self._scopes.pop()
@@ -224,7 +224,7 @@ class Scopes:
         suffix = self._scopes[-1].suffix if suffix is None else suffix
         # A special register that is read before a declaration takes its name keeps its own.
         if not suffix and (name in self._module_names or is_special(name)):
-            return f"{name}{_SEPARATOR}0"
+            return f"{name}{SEPARATOR}0"
         return f"{name}{suffix}"
 
     def _register(self, unique: str, type_: str, vector: int) -> Operand:

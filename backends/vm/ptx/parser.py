@@ -182,7 +182,17 @@ def _unexpected(error: UnexpectedInput, text: str, name: str) -> PtxSyntaxError:
         seen, expected = "the text ends", ()
     if text.startswith("/*", error.pos_in_stream or 0):
         return PtxSyntaxError("a comment begins here and has no end", name, line, column)
-    return PtxSyntaxError(f"{seen} where {_one_of(expected)} should", name, line, column)
+    open_line = _unended(text, line or 0, column or 0) if "END" in expected else 0
+    ends = f"; line {open_line} ends without a ';'" if open_line else ""
+    return PtxSyntaxError(f"{seen} where {_one_of(expected)} should{ends}", name, line, column)
+
+
+def _unended(text: str, line: int, column: int) -> int:
+    """The line above with the end of an unfinished statement, if the place (from 1) begins a line of code; else 0."""
+    lines = text.split("\n")[:line]
+    if not lines or lines[-1][: column - 1].strip():
+        return 0
+    return next((number for number in range(line - 1, 0, -1) if lines[number - 1].partition("//")[0].strip()), 0)
 
 
 def _shown(seen: str) -> str:

@@ -104,8 +104,11 @@ def test_case_answers_in_sentences() -> None:
 @pytest.mark.parametrize(
     ("case_id", "sentence"),
     [
-        ("fmha", "does not begin with 'fmha:'"),
-        ("moe:hd=64", "does not begin with 'fmha:'"),
+        (
+            "fmha",
+            "'fmha' is no case id of fmha: write fmha:hd=...,t=...,s_k=..., as `megamoe list --op fmha` prints them",
+        ),
+        ("moe:hd=64", "'moe:hd=64' is no case id of fmha: write fmha:"),
         ("fmha:", "not of the form axis=value"),
         ("fmha:hd=64,t=1", "s_k must be given"),
         ("fmha:hd=64,t=1,s_k=128,", "not of the form axis=value"),

@@ -92,6 +92,7 @@ def test_parameters_must_fit_the_entry() -> None:
 
 
 UNKNOWN = {
+    "an opcode that is spelt wrong": ("xorr.b32 %r1, %r2;", "the opcode `xorr`; did you mean `xor`?"),
     "an opcode": ("frobnicate.b32 %r1, %r2;", "does not know the opcode `frobnicate`"),
     "a modifier": (
         "add.rx.f32 %f1, %f2, %f3;",

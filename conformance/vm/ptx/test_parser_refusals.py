@@ -28,6 +28,12 @@ SOURCES = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).pa
         (HEADER + ".entry f() {\n add.s32 %r1, 2;\n}", (4, 10), ["%r1 is not declared"]),
         (HEADER + ".entry f() {\n .reg .b32 %r<2>;\n mov.b32 %r2, 1;\n}", (5, 10), ["%r2 is not declared"]),
         (HEADER + ".entry f() {\n .reg .b32 a;\n mov.b32 a 1;\n}", (5, 12), ["'1'", "','", "';'"]),
+        (
+            HEADER + ".entry f() {\n .reg .b32 a;\n mov.b32 a, 1 // one\n\n // two\n mov.b32 a, 2;\n}",
+            (8, 2),
+            ["';'", "; line 5 ends without a ';'"],
+        ),
+        (HEADER + ".entry f() {\n .reg .b32 a\n mov.b32 a, 2;\n}", (5, 2), ["; line 4 ends without a ';'"]),
         (HEADER + ".entry f() {\n ret;", (4, 6), ["the text ends", "'}'"]),
         (HEADER + ".entry f() { bra L; }", (3, 18), ["the label L does not exist"]),
         (HEADER + ".entry f() { { L: ret; } bra L; }", (3, 30), ["the label L does not exist"]),
