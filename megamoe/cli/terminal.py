@@ -71,7 +71,7 @@ def console(quiet: bool = False) -> Console:
     return found if found.is_terminal else Terminal(highlight=False, soft_wrap=True, width=200, quiet=quiet)
 
 
-_LONG = re.compile(rf"'([^'\n]{{{MAX_CHARACTERS + 1},}})'|\S{{{MAX_CHARACTERS + 100},}}")
+_LONG = re.compile(rf"(?<![^\s(])'([^'\n]{{{MAX_CHARACTERS + 1},}})'(?!\w)|\S{{{MAX_CHARACTERS + 100},}}")
 """A quotation or a word of which nobody reads the end. Paths in messages are shorter."""
 
 
