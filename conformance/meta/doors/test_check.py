@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import cast
@@ -337,6 +338,16 @@ def test_the_guide_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> No
     of_pytest = {"--full-trace"}
     for option in sorted(set(re.findall(r"--[a-z][a-z-]+", GUIDE)) - of_pytest):
         assert option in said or f'"{option}"' in plugin, f"the guide names {option}, which is no option"
+
+
+def test_the_command_of_readme_for_plain_ptx_runs(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = re.findall(r"^megamoe check (kernel\.ptx .*)$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    words = shlex.split(line, comments=True)
+    named = {"kernel.ptx": str(kernel), "NAME": "fill"}
+    ptx = GOOD.replace("sm_100a", words[words.index("--target") + 1]).replace(", .param .u32 n", "")
+    kernel.write_text(ptx.replace("ld.param.u32 %r1, [n]", "mov.u32 %r1, 128"))
+    status, said = _check(capsys, *(named.get(word, word) for word in words))
+    assert (status, "fill: no rule broken" in said) == (0, True), said
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
