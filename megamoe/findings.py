@@ -305,6 +305,9 @@ def read_suppressions(path: str | Path, rules: Collection[str] | None = None) ->
 # A run
 
 
+_PTX_LINE = re.compile(r"PTX line (\d+)")
+
+
 @dataclass(slots=True)
 class Ledger:
     """The findings of a run, one per site. `used`: the suppressions that have matched."""
@@ -347,6 +350,20 @@ class Ledger:
                     schedules=tuple(dict.fromkeys((*known.schedules, *one.schedules))),
                 )
         return fresh
+
+    def cause_of(self, finding: KernelFinding) -> KernelFinding | None:
+        """A missing order that `finding` may follow from: it is at a PTX line of which `finding` speaks.
+
+        None for a finding that names a missing order itself.
+        """
+        if finding.missing:
+            return None
+        lines = {finding.line, *map(int, _PTX_LINE.findall(finding.detail))} - {0}
+        for one in self.findings:
+            same = (one.module, one.kernel) == (finding.module, finding.kernel)
+            if same and one.missing and lines & {one.line, one.other.line if one.other else 0}:
+                return one
+        return None
 
     def suppression_of(self, finding: KernelFinding) -> Suppression | None:
         """The entry that matches `finding`. A finding that ended its launch has none, because the results are lost."""

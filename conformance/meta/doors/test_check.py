@@ -102,6 +102,9 @@ def test_a_launch_holds_the_schedules_against_each_other(kernel: Path, capsys: p
     ):
         assert part in said, f"{part!r} is not in {said}"
     assert "under late_warp:0, random:0;" in said, "the stored value is undefined only if warp 0 comes late"
+    line = RACE[: RACE.index("ld.shared")].count("\n") + 1
+    assert said.count("may follow from") == 1, "only the undefined value may follow from something"
+    assert f"may follow from: [race] at PTX line {line}" in said.partition("[uninitialised-shared]")[2], said
     moved = RACE.replace(".shared .u32 cell;", ".shared .u32 row[2];").replace("[cell]", "[row+4]")
     kernel.write_text(moved)
     assert "0x404 of the CTA's shared memory is byte 4 of `row`" in _check(capsys, kernel, *asked)[1]
