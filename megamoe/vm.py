@@ -31,7 +31,7 @@ from megamoe.contract.backend import UnsupportedError, open_machine
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, Parameter, PixelBox, Stretch
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
-from megamoe.contract.wording import counted
+from megamoe.contract.wording import counted, nearest
 from megamoe.cuda_source import compiled
 from megamoe.findings import KernelFinding, Ledger, module_of
 from megamoe.runner.limits import TimeIsUpError, time_at_most
@@ -488,7 +488,8 @@ def _entry_named(entry: str, entries: Mapping[str, object]) -> str:
         return mangled[0]
     known = ", ".join(mangled or entries) or "none"
     several = "more than one" if mangled else "no"
-    raise LaunchRefusedError(f"the module has {several} entry {entry!r}; its entries are: {known}")
+    guess = nearest(entry, entries)
+    raise LaunchRefusedError(f"the module has {several} entry {entry!r}; its entries are: {known}{guess}")
 
 
 def plain_name(mangled: str) -> str:
