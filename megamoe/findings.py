@@ -13,8 +13,9 @@ from hashlib import sha256
 from pathlib import Path, PurePath
 from typing import Any, Literal, cast, get_args
 
+from megamoe.contract.counted import counted
+from megamoe.contract.known_names import nearest, nearest_of
 from megamoe.contract.machine import AccessLike, FaultLike, Grade, SourceLike
-from megamoe.contract.wording import counted, nearest, nearest_of
 
 Profile = Literal["strict", "default", "lenient"]
 PROFILES: Mapping[Profile, frozenset[Grade]] = {

@@ -28,10 +28,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megamoe.contract.backend import UnsupportedError, open_machine
+from megamoe.contract.counted import counted
+from megamoe.contract.known_names import nearest
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, Parameter, PixelBox, Stretch
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
-from megamoe.contract.wording import counted, nearest
 from megamoe.cuda_source import compiled
 from megamoe.findings import KernelFinding, Ledger, module_of
 from megamoe.runner.limits import TimeIsUpError, time_at_most

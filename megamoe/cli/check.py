@@ -15,9 +15,9 @@ import typer
 from megamoe.cli.options import AskedLaunch, Sought, with_options
 from megamoe.cli.terminal import complain, console
 from megamoe.contract import TARGETS, UnsupportedError
+from megamoe.contract.counted import counted
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
-from megamoe.contract.wording import counted
 from megamoe.export.findings import CheckedRun, Format, read_findings, rendered
 from megamoe.findings import KernelFinding, Ledger
 from megamoe.records.files import write_file
@@ -160,8 +160,8 @@ def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None
                 with sentences(device.machine, kernel):
                     device.machine.bind(ptx, name)
                 checked.said.append(
-                    f"{kernel}: {name}: {counted(len(parameters), 'parameter')}; every instruction has a meaning on "
-                    f"{target}"
+                    f"{kernel}: {name}: {counted(len(parameters), 'parameter')}; every instruction "
+                    f"has a meaning on {target}"
                 )
             except UnsupportedError as unknown:
                 checked.failures.append(f"{kernel}: {name}: {str(unknown).removeprefix(f'{kernel}, ')}")

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, cast, runtime_che
 from pydantic import BaseModel, ConfigDict
 
 from megamoe.contract.case import Case, Temperature
+from megamoe.contract.known_names import nearest
 from megamoe.contract.program import AnyProgram, HostProgram, PreparedCall, Program, PythonProgram, Target
 from megamoe.contract.trace import Trace
-from megamoe.contract.wording import nearest
 
 if TYPE_CHECKING:
     import torch

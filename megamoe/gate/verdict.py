@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from megamoe.contract import STATUSES, Row, Status
-from megamoe.contract.wording import counted
+from megamoe.contract.counted import counted
 from megamoe.gate.baseline import BASELINES, Baseline
 from megamoe.gate.expected import Expectation
 from megamoe.records.keys import Key, worst

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megamoe.contract import AxisValue, Case, spell
-from megamoe.contract.wording import nearest_of
+from megamoe.contract.known_names import nearest_of
 from megamoe.spec.expression import Expression, ExpressionError
 from megamoe.spec.marked_yaml import KeyPath
 

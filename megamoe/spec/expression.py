@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from megamoe.contract import AxisValue
-from megamoe.contract.wording import nearest_of
+from megamoe.contract.known_names import nearest_of
 
 Term = int | bool | None
 Compute = Callable[[Mapping[str, AxisValue]], Term]

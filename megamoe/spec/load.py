@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megamoe import SPECS
 from megamoe.contract import AxisValue, Case, spell
-from megamoe.contract.wording import nearest_of
+from megamoe.contract.known_names import nearest_of
 from megamoe.spec.case_space import Axis, CaseSpace, OutsideError, Range
 from megamoe.spec.expression import Expression, ExpressionError, HasValue, parse_expression
 from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, SpecError, parse_marked_yaml, read_text

@@ -17,7 +17,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from megamoe.contract import AxisValue, spell
-from megamoe.contract.wording import nearest_of
+from megamoe.contract.known_names import nearest_of
 from megamoe.spec.case_space import Kind
 from megamoe.spec.marked_yaml import KeyPath, MarkedYaml
 from megamoe.spec.spec import DEFAULT_THRESHOLD, Role

@@ -20,7 +20,7 @@ from megamoe.contract import (
     executor_names,
     spell,
 )
-from megamoe.contract.wording import nearest
+from megamoe.contract.known_names import nearest
 from megamoe.runner.capabilities import Offer, machine_of, offer_of
 
 if TYPE_CHECKING:

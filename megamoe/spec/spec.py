@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from megamoe.contract import AxisValue, Case, Temperature, spell
-from megamoe.contract.wording import nearest_of
+from megamoe.contract.known_names import nearest_of
 from megamoe.spec.case_space import Axis, CaseSpace, OutsideError
 from megamoe.spec.expression import Expression, ExpressionError, HasValue
 from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, SpecError

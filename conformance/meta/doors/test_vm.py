@@ -288,7 +288,7 @@ def _args() -> list[object]:
 
 
 REFUSED: list[tuple[str, Callable[[Device], object], str]] = [
-    ("no entry", lambda vm: vm.launch(SCALE, "scal", 1, 1), "no entry 'scal'; its entries are: scale; did you mean 'scale'"),
+    ("no entry", lambda vm: vm.launch(SCALE, "scal", 1, 1), "no entry 'scal'; its entries are: scale; did you mean"),
     ("too few", lambda vm: vm.launch(SCALE, "scale", 1, 1, 3), r"takes 5 arguments \(.u64 y, .*\) and is given 1"),
     ("a word", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:2], "3", 0, None), r"argument 2 .*cannot be '3'"),
     ("half", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:3], 0.5, None), r"argument 3 .*cannot be 0\.5"),

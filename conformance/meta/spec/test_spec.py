@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from conformance import ROOT
 from conformance.kernels.laws.strategies import drawing_of
 from megamoe.contract import AxisValue, Case
-from megamoe.contract.wording import counted, nearest, nearest_of
+from megamoe.contract.known_names import nearest, nearest_of
 from megamoe.spec.case_space import Axis
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import SpecError
@@ -270,12 +270,11 @@ def test_unknown_name_is_refused_with_the_nearest(ask, sentence: str) -> None:
 
 def test_one_function_says_which_name_was_meant() -> None:
     sources = [path for path in (ROOT / "megamoe").rglob("*.py") if "get_close_matches" in path.read_text("utf-8")]
-    assert [path.name for path in sources] == ["wording.py"]
+    assert [path.name for path in sources] == ["known_names.py"]
     assert nearest("smok", ["full", "smoke"]) == "; did you mean 'smoke'?"
     assert nearest_of("zzz", ["full"]) == "; known: full"
     many = [f"rule-{number}" for number in range(99)]
     assert nearest_of("rul-7", many, "README.md") == "; did you mean 'rule-7'? README.md lists all 99"
-    assert (counted(1, "row"), counted(2000, "row")) == ("1 row", "2,000 rows")
 
 
 def test_specs_are_read_without_torch() -> None:

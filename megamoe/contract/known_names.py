@@ -1,4 +1,4 @@
-"""The ends of sentences that every room needs: how many of something, and which known name was meant."""
+"""The end of a sentence about an unknown name: which known one was meant, and which there are."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from typing import Final
 
 MAX_LISTED: Final = 24
 """Known names that a sentence lists. More would bury the one that was meant."""
-
-
-def counted(count: int, name: str) -> str:
-    """ "1 row", "2,000 rows". `name` takes an s in the plural."""
-    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
