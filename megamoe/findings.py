@@ -13,6 +13,8 @@ from hashlib import sha256
 from pathlib import Path, PurePath
 from typing import Any, Literal, cast, get_args
 
+from megamoe.contract.counted import counted
+from megamoe.contract.known_names import nearest, nearest_of
 from megamoe.contract.machine import AccessLike, FaultLike, Grade, SourceLike
 
 Profile = Literal["strict", "default", "lenient"]
@@ -76,7 +78,8 @@ class KernelFinding:
     `detail`: what happened, with the values of the first occurrence. `source`: innermost first, () if nothing is known
     about PTX `line`. `where`: CTA and warp, or the copy. `section`: of the PTX ISA. `reliance`: who relies on more than
     the ISA promises. `ends`: the launch could not continue. `origin`: the file of the PTX or CUDA C++, if any.
-    `module`: module_of its PTX.
+    `module`: module_of its PTX. `spot`: the variable and byte at `address`. `page`: the file that explains the rule.
+    `schedules`: those under which it was found.
     """
 
     rule: str
@@ -99,9 +102,12 @@ class KernelFinding:
     ends: bool = False
     origin: str = ""
     module: str = ""
+    spot: str = ""
+    page: str = ""
+    schedules: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, fault: FaultLike, origin: str = "", module: str = "") -> KernelFinding:
+    def of(cls, fault: FaultLike, origin: str = "", module: str = "", schedule: str = "") -> KernelFinding:
         """Converts a machine's fault."""
         about = fault.about
         return cls(
@@ -125,6 +131,9 @@ class KernelFinding:
             fault.ends,
             origin,
             module,
+            fault.spot,
+            about.page,
+            (schedule,) if schedule else (),
         )
 
     @property
@@ -167,12 +176,16 @@ class KernelFinding:
     def __str__(self) -> str:
         said = [f"{self.grade} {self.sentence}"]
         said += [f"  called from: {one}" for one in self.source[1:]]
+        if self.spot and self.address is not None:
+            said.append(f"  address: {self.address:#x} of the CTA's shared memory is {self.spot}")
         said += [f"  other access: {self.other}"] if self.other is not None else []
         said += [f"  missing: {self.missing}"] if self.missing else []
         said += [f"  mend: {self.mend}"] if self.mend else []
         said += [f"  relied upon: {self.reliance}"] if self.reliance else []
+        said += [f"  read more: {self.page}"] if self.page else []
         ends = "the launch ends here" if self.ends else "the launch goes on"
         times = f"found {self.times} times" if self.times > 1 else "found once"
+        times += f" under {', '.join(self.schedules)}" if self.schedules else ""
         said.append(f"  {times}; {ends}{f'; PTX ISA {self.section}' if self.section else ''}")
         return "\n".join(said)
 
@@ -181,6 +194,7 @@ class KernelFinding:
         """Rebuilds a finding from the result of dataclasses.asdict; unknown keys are ignored."""
         values = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
         values["source"] = tuple(SourceLine(**one) for one in values["source"])
+        values["schedules"] = tuple(values.get("schedules", ()))
         if (other := values.get("other")) is not None:
             source = tuple(SourceLine(**one) for one in other["source"])
             values["other"] = CollidingAccess(**{**other, "source": source})
@@ -243,10 +257,9 @@ def _is_end(file: str, path: str) -> bool:
 
 def _wrong_key(key: str, value: str, rules: Collection[str] | None) -> str:
     """Says what is wrong with a key's value; "" if nothing is."""
-    from megamoe.spec.marked_yaml import nearest
 
     if key == "rule" and rules is not None and value not in rules:
-        return f"there is no rule {value!r}; {nearest(value, rules)}"
+        return f"there is no rule {value!r}{nearest_of(value, rules, 'docs/rules/README.md')}"
     if key == "place":
         file, first, last = _place(value)
         if not PurePath(file).parts or re.search(r":\d*$", file) or any(letter in file for letter in "*?"):
@@ -293,6 +306,9 @@ def read_suppressions(path: str | Path, rules: Collection[str] | None = None) ->
 # A run
 
 
+_PTX_LINE = re.compile(r"PTX line (\d+)")
+
+
 @dataclass(slots=True)
 class Ledger:
     """The findings of a run, one per site. `used`: the suppressions that have matched."""
@@ -309,7 +325,9 @@ class Ledger:
         `rules`: the machine's rules, which suppressions may name.
         """
         if profile not in PROFILES:
-            raise ValueError(f"there is no profile {profile!r}; there are {', '.join(get_args(Profile))}")
+            raise ValueError(
+                f"there is no profile {profile!r}; there are {', '.join(get_args(Profile))}{nearest(profile, PROFILES)}"
+            )
         return cls(cast("Profile", profile), () if suppress is None else read_suppressions(suppress, rules))
 
     @property
@@ -326,8 +344,27 @@ class Ledger:
                 self.by_site[one.site] = one
                 fresh.append(one)
             else:
-                self.by_site[one.site] = replace(known, times=known.times + one.times, ends=known.ends or one.ends)
+                self.by_site[one.site] = replace(
+                    known,
+                    times=known.times + one.times,
+                    ends=known.ends or one.ends,
+                    schedules=tuple(dict.fromkeys((*known.schedules, *one.schedules))),
+                )
         return fresh
+
+    def cause_of(self, finding: KernelFinding) -> KernelFinding | None:
+        """A missing order that `finding` may follow from: it is at a PTX line of which `finding` speaks.
+
+        None for a finding that names a missing order itself.
+        """
+        if finding.missing:
+            return None
+        lines = {finding.line, *map(int, _PTX_LINE.findall(finding.detail))} - {0}
+        for one in self.findings:
+            same = (one.module, one.kernel) == (finding.module, finding.kernel)
+            if same and one.missing and lines & {one.line, one.other.line if one.other else 0}:
+                return one
+        return None
 
     def suppression_of(self, finding: KernelFinding) -> Suppression | None:
         """The entry that matches `finding`. A finding that ended its launch has none, because the results are lost."""
@@ -351,7 +388,7 @@ class Ledger:
         """How many findings there are, and how many of them count."""
         count, failing = len(self.findings), len(self.failing)
         of_them = f"{failing} of them count{'s' * (failing == 1)} in the profile {self.profile}"
-        return f"{count} finding{'s' * (count != 1)}, {of_them}"
+        return f"{counted(count, 'finding')}, {of_them}"
 
     @property
     def stale(self) -> list[Suppression]:

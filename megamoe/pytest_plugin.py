@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-from collections.abc import Generator
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from errno import EACCES, EISDIR
 from os import W_OK, access, strerror
 from pathlib import Path
@@ -57,28 +57,27 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--megamoe-{idle[0]} does nothing without --megamoe-vm TARGET")
         return
     from megamoe import vm
-    from megamoe.contract.backend import UnsupportedError
+    from megamoe.findings import Ledger
 
     sm_count = int(str(config.getoption("--megamoe-sm-count")))
     opened = ExitStack()
-    try:
-        device = vm.Device(
-            target,
-            schedule=str(config.getoption("--megamoe-schedule")),
-            step_budget=int(str(config.getoption("--megamoe-step-budget"))),
-            sm_count=sm_count,
-            profile=str(config.getoption("--megamoe-profile")),
-            suppress=config.getoption("--megamoe-suppress"),
-        )
+    schedule = str(config.getoption("--megamoe-schedule"))
+    step_budget = int(str(config.getoption("--megamoe-step-budget")))
+    profile, suppress = str(config.getoption("--megamoe-profile")), config.getoption("--megamoe-suppress")
+    with _refusing("vm"):
+        device = vm.Device(target)
+    with _refusing("schedule"):
+        vm.Device(target, schedule=schedule)
+    with _refusing("step-budget"):
+        device = vm.Device(target, schedule=schedule, step_budget=step_budget, sm_count=sm_count)
+    with _refusing("profile"):
+        device.ledger = Ledger.of(profile, None)
+    with _refusing("suppress"):
+        device.ledger = Ledger.of(profile, suppress, device.machine.rules)
+    with _refusing("timeout"):
         device.timeout = _timeout(config)
-        if files := _files(config):
-            from megamoe.export.findings import form_of
-
-            for file in files:
-                form_of(file)
-                _check_writable(file)
-    except (UnsupportedError, ValueError) as refused:
-        raise pytest.UsageError(f"--megamoe-vm: {refused}") from None
+    with _refusing("findings"):
+        _check_files(_files(config))
     from megamoe.runner.child import collect_seldom
 
     # Torch takes seconds to import, so the options are checked first.
@@ -97,6 +96,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(opened.close)
 
 
+@contextmanager
+def _refusing(option: str) -> Iterator[None]:
+    """Names the option whose value cannot be used."""
+    from megamoe.contract.backend import UnsupportedError
+
+    try:
+        yield
+    except (UnsupportedError, ValueError) as refused:
+        raise pytest.UsageError(f"--megamoe-{option}: {refused}") from None
+
+
 def _files(config: pytest.Config) -> list[Path]:
     return [Path(str(one)) for one in config.getoption("--megamoe-findings") or ()]
 
@@ -106,8 +116,18 @@ def _timeout(config: pytest.Config) -> float | None:
     if given is None:
         return None
     if not 0 < (seconds := float(str(given))) < float("inf"):
-        raise ValueError(f"--megamoe-timeout {given}: a time limit is a number of seconds above 0")
+        raise ValueError(f"{given}: a time limit is a number of seconds above 0")
     return seconds
+
+
+def _check_files(files: list[Path]) -> None:
+    """ValueError for a file that no findings can be written to, or in no format."""
+    if files:
+        from megamoe.export.findings import form_of
+
+        for file in files:
+            form_of(file)
+            _check_writable(file)
 
 
 def _check_writable(file: Path) -> None:

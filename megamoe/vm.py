@@ -28,6 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megamoe.contract.backend import UnsupportedError, open_machine
+from megamoe.contract.counted import counted
+from megamoe.contract.known_names import nearest
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, Parameter, PixelBox, Stretch
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
@@ -139,6 +141,7 @@ class Device:
         suppress: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.sm_count = sm_count
+        self.schedule = schedule
         self.timeout: float | None = None
         self.printed: Callable[[str], object] = _to_stdout
         self.reported: Callable[[KernelFinding], object] = _to_log
@@ -168,7 +171,7 @@ class Device:
         before = tuple(self.machine.findings)
         stop: KernelFault | None = None
         try:
-            with sentences(self.machine), self._in_time():
+            with sentences(self.machine, origin), self._in_time():
                 yield
         except KernelFault as fault:
             stop = fault
@@ -178,22 +181,22 @@ class Device:
         finally:
             new = [one for one in self.machine.findings if not any(one is old for old in before)]
             module = module_of(ptx) if new else ""
-            found = [KernelFinding.of(one, origin, module) for one in new]
+            found = [KernelFinding.of(one, origin, module, self.schedule) for one in new]
             fresh = self.ledger.take(found)
-        counted = [one for one in found if self.ledger.counts(one)]
+        failing = [one for one in found if self.ledger.counts(one)]
         for one in fresh:
-            if one not in counted and self.ledger.suppression_of(one) is None:
+            if one not in failing and self.ledger.suppression_of(one) is None:
                 self.reported(one)
-        if stop is None and not counted:
+        if stop is None and not failing:
             return
-        if stop is not None and not counted:
+        if stop is not None and not failing:
             for tell in ON_FAULT:
                 tell(stop)
             raise stop
-        first = next((one for one in counted if one.ends), counted[0])
-        others = len(counted) - (first in counted)
+        first = next((one for one in failing if one.ends), failing[0])
+        others = len(failing) - (first in failing)
         told = first.sentence + (f"; the other access: {first.other}" if first.other and first.other.source else "")
-        more = f" (and {others} more finding{'s' * (others > 1)} that count{'s' * (others == 1)})" if others else ""
+        more = f" (and {counted(others, 'more finding')} that count{'s' * (others == 1)})" if others else ""
         fault = KernelFault(f"{told}{more}", first.rule, found)
         for tell in ON_FAULT:
             tell(fault)
@@ -232,7 +235,7 @@ class Device:
         what was written until then.
         """
         ptx, text = as_ptx(source, self.machine.target), str(source)
-        with sentences(self.machine):
+        with sentences(self.machine, "" if _is_text(source) else text):
             entries = self.machine.entries(ptx)
             name = _entry_named(entry, entries)
             reached = Reached(self.machine, [*args, *memory], scratch=tuple(scratch))
@@ -271,19 +274,31 @@ def _to_stdout(text: str) -> None:
 
 
 @contextmanager
-def sentences(machine: KernelMachine) -> Iterator[None]:
-    """Turns a machine's exceptions into KernelFault, LaunchRefusedError and UnsupportedError."""
+def sentences(machine: KernelMachine, origin: str = "") -> Iterator[None]:
+    """Turns a machine's exceptions into KernelFault, LaunchRefusedError and UnsupportedError.
+
+    `origin`: the file of the PTX or CUDA C++, which the machine does not know.
+    """
     try:
         yield
     except Exception as stop:
         if isinstance(stop, machine.faults):
             raise KernelFault(str(stop), getattr(stop, "rule", "")) from stop
         if isinstance(stop, machine.refusals):
-            raise LaunchRefusedError(str(stop), getattr(stop, "cuda_error", 0)) from stop
+            raise LaunchRefusedError(_in_file(str(stop), origin), getattr(stop, "cuda_error", 0)) from stop
         if isinstance(stop, machine.unknowns):
-            raise UnsupportedError(str(stop)) from stop
+            raise UnsupportedError(f"{origin}, {stop}" if origin else str(stop)) from stop
         raise
 
+
+def _in_file(said: str, origin: str) -> str:
+    """`said` with the file in place of <ptx>, as a machine calls a text."""
+    if not origin or not said.startswith(_NO_FILE):
+        return said
+    return (origin if origin.endswith(".ptx") else f"the PTX of {origin}") + said.removeprefix(_NO_FILE)
+
+
+_NO_FILE = "<ptx>"
 
 # Work that graphs capture
 
@@ -461,7 +476,7 @@ def _dim3(what: str, sizes: Size) -> Dim3:
     if not all(isinstance(size, Integral) for size in given):
         raise LaunchRefusedError(f"{what} is {sizes!r}; it must be a number of whole units, or one to three of them")
     if not 1 <= len(given) <= 3:
-        raise LaunchRefusedError(f"{what} has {len(given)} sizes; one to three are possible")
+        raise LaunchRefusedError(f"{what} has {counted(len(given), 'size')}; one to three are possible")
     x, y, z = (int(size) for size in (*given, 1, 1)[:3])
     return x, y, z
 
@@ -474,7 +489,8 @@ def _entry_named(entry: str, entries: Mapping[str, object]) -> str:
         return mangled[0]
     known = ", ".join(mangled or entries) or "none"
     several = "more than one" if mangled else "no"
-    raise LaunchRefusedError(f"the module has {several} entry {entry!r}; its entries are: {known}")
+    guess = nearest(entry, entries)
+    raise LaunchRefusedError(f"the module has {several} entry {entry!r}; its entries are: {known}{guess}")
 
 
 def plain_name(mangled: str) -> str:
@@ -496,9 +512,13 @@ def plain_name(mangled: str) -> str:
 def _encoded(entry: str, parameters: Sequence[Parameter], args: Sequence[object], reached: Reached) -> list[bytes]:
     if len(parameters) != len(args):
         wanted = ", ".join(f".{one.type} {one.name}" for one in parameters)
-        raise LaunchRefusedError(f"{entry} takes {len(parameters)} arguments ({wanted}); {len(args)} were given")
+        raise LaunchRefusedError(
+            f"{entry} takes {counted(len(parameters), 'argument')} ({wanted}) and is given {len(args)}"
+        )
     return [
-        _parameter(f"argument {index} of {entry} (.{one.type} {one.name}, {one.size} bytes)", one, arg, reached)
+        _parameter(
+            f"argument {index} of {entry} (.{one.type} {one.name}, {counted(one.size, 'byte')})", one, arg, reached
+        )
         for index, (one, arg) in enumerate(zip(parameters, args, strict=True))
     ]
 
@@ -517,7 +537,7 @@ def _parameter(what: str, parameter: Parameter, arg: object, reached: Reached) -
     if arg is None and len(raw) != parameter.size:
         raise LaunchRefusedError(f"{what} is no pointer, and is given None, a null pointer of 8 bytes")
     if len(raw) != parameter.size:
-        raise LaunchRefusedError(f"{what} is given {type(arg).__name__}, which makes {len(raw)} bytes")
+        raise LaunchRefusedError(f"{what} is given {type(arg).__name__}, which makes {counted(len(raw), 'byte')}")
     return raw
 
 
@@ -539,7 +559,10 @@ def _scalar(what: str, parameter: Parameter, arg: Any) -> bytes:
         if number != arg or not -(1 << bits - 1) <= number < 1 << bits:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        raise LaunchRefusedError(f"{what} cannot be {arg!r}") from None
+        wanted = "a number" if code in "efd" else f"a whole number of {8 * parameter.size} bits"
+        if parameter.size == 8 and code not in "efd":
+            wanted += ", or, for a pointer, an array (on the command line, f32[1024]) or a null pointer (None, null)"
+        raise LaunchRefusedError(f"{what} cannot be {arg!r}; it takes {wanted}") from None
     # The sign is up to the kernel: nvcc declares an `int` as .u32.
     return (number % (1 << bits)).to_bytes(parameter.size, "little")
 

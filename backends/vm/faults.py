@@ -41,7 +41,7 @@ class Fault(Exception):
     `rule` is a stable slug of RULES, `detail` a sentence fragment with the values seen. `source`: the place in the
     source, innermost first. `times`: how often a launch met it. `ends`: the launch could not go on. `address`: not of
     global memory. Kernels see the memory of this process there, so it would differ from run to run; `detail` names the
-    byte of a buffer instead.
+    byte of a buffer instead. `spot`: the variable and byte at `address`, "" if unknown.
     """
 
     rule: str
@@ -57,6 +57,7 @@ class Fault(Exception):
     source: tuple[SourcePlace, ...] = ()
     times: int = 1
     ends: bool = True
+    spot: str = ""
 
     def __str__(self) -> str:
         place = f"kernel {self.kernel}, PTX line {self.line} `{self.text}`" if self.line else f"kernel {self.kernel}"
@@ -127,6 +128,11 @@ def report(fault: Fault) -> None:
 def at_line(line: int) -> str:
     """The end of a clause about another access; "" for line 0, which means unknown."""
     return f" at PTX line {line}" if line else ""
+
+
+def counted(count: int, name: str) -> str:
+    """ "1 byte", "2 bytes". `name` takes an s in the plural."""
+    return f"{count} {name}{'' if count == 1 else 's'}"
 
 
 class UnknownInstructionError(Exception):

@@ -30,6 +30,11 @@ class MachineRule:
     missing: str = ""
     reliance: str = ""
 
+    @property
+    def page(self) -> str:
+        """The page about its family, in the repository; the list of all rules if its family has none."""
+        return f"docs/rules/{next((page for page, rules in FAMILIES.items() if self.slug in rules), 'README')}.md"
+
 
 def _error(slug: str, section: str, wrong: str, mend: str, missing: str = "") -> MachineRule:
     return MachineRule(slug, "error", section, wrong, mend, missing)
@@ -485,6 +490,36 @@ PAGES: Final[Mapping[str, str]] = {
     "uniform-warps": "elect, sync masks, setmaxnreg",
 }
 """The pages of docs/rules, one per family: their names and subjects."""
+FAMILIES: Final[Mapping[str, frozenset[str]]] = {
+    page: frozenset(rules.split())
+    for page, rules in {
+        "async-proxy": "missing-proxy-fence tensor-map-not-acquired copy-missing-proxy-fence unfenced-overwrite "
+        "tensor-map-not-released",
+        "unawaited-copies": "copy-not-awaited exit-with-pending-operation tensor-map-in-use exit-with-pending-store",
+        "mbarrier": "mbarrier-misuse deadlock mbarrier-reinitialised mbarrier-init-unfenced",
+        "races": "race global-race dependent-launch-not-awaited",
+        "lanes": "lanes-unordered",
+        "cluster-life": "ended-cta remote-shared cta-pair",
+        "tcgen05-order": "tmem-store-not-waited tmem-load-not-waited tmem-race missing-tcgen05-fence "
+        "tmem-copy-unordered tmem-load-used-unwaited",
+        "tensor-memory": "tmem-alloc tmem-dealloc tmem-leak tmem-not-allocated tmem-out-of-bounds tmem-lane tmem-shape "
+        "cta-group tmem-lane-ignored",
+        "wgmma": "register-in-flight missing-wgmma-fence",
+        "undefined-values": "uninitialised-shared uninitialised-register uninitialised-tmem uninitialised-global "
+        "uninitialised-local",
+        "uniform-warps": "diverged warpgroup-diverged register-pool issued-by-many barrier-misuse "
+        "barrier-phase-unordered",
+    }.items()
+}
+"""The rules of which each page says most."""
+AT_SHARED: Final = frozenset(
+    {
+        "race", "lanes-unordered", "copy-not-awaited", "missing-proxy-fence", "copy-missing-proxy-fence",
+        "unfenced-overwrite", "mbarrier-misuse", "mbarrier-reinitialised", "mbarrier-init-unfenced",
+        "uninitialised-shared",
+    }
+)  # fmt: skip
+"""Rules whose findings have an address in the shared memory of a CTA."""
 
 
 def as_markdown() -> str:

@@ -15,6 +15,7 @@ import typer
 from megamoe.cli.options import AskedLaunch, Sought, with_options
 from megamoe.cli.terminal import complain, console
 from megamoe.contract import TARGETS, UnsupportedError
+from megamoe.contract.counted import counted
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
 from megamoe.export.findings import CheckedRun, Format, read_findings, rendered
@@ -140,10 +141,8 @@ def _unusable(sentence: str) -> NoReturn:
 
 
 def _about(kernel: str, refused: Exception) -> str:
-    """A sentence that names the file once. A machine calls PTX "<ptx>"."""
+    """A sentence that names the file once."""
     said = str(refused)
-    if kernel.endswith(".ptx") and said.startswith("<ptx>, "):
-        return kernel + said.removeprefix("<ptx>")
     return said if kernel in said else f"{kernel}: {said}"
 
 
@@ -152,19 +151,24 @@ def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None
     from megamoe.vm import Device, as_ptx, sentences
 
     device = Device(target)
-    with sentences(device.machine), time_at_most(timeout, device.machine.whereabouts):
+    with sentences(device.machine, kernel), time_at_most(timeout, device.machine.whereabouts):
         ptx = as_ptx(Path(kernel), target)
         if not device.machine.entries(ptx):
             _unusable(f"{kernel} holds no kernel: there is no .entry in it")
         for name, parameters in device.machine.entries(ptx).items():
             try:
-                with sentences(device.machine):
+                with sentences(device.machine, kernel):
                     device.machine.bind(ptx, name)
                 checked.said.append(
-                    f"{kernel}: {name}: {len(parameters)} parameters; every instruction has a meaning on {target}"
+                    f"{kernel}: {name}: {counted(len(parameters), 'parameter')}; every instruction "
+                    f"has a meaning on {target}"
                 )
             except UnsupportedError as unknown:
-                checked.failures.append(f"{kernel}: {name}: {unknown}")
+                checked.failures.append(f"{kernel}: {name}: {str(unknown).removeprefix(f'{kernel}, ')}")
+        checked.said.append(
+            f"{kernel}: it was only read; --entry NAME launches a kernel, with --grid, --block, --cluster, --smem and "
+            "an --arg for each parameter"
+        )
 
 
 def _launched(
@@ -188,7 +192,8 @@ def _launched(
             checked.failures.append(f"{kernel}: under the schedule {name}: {late}")
             return
         except UnsupportedError as lacking:
-            checked.failures.append(f"{kernel}: under the schedule {name}: {lacking}")
+            said = str(lacking).removeprefix(f"{kernel}, ")
+            checked.failures.append(f"{kernel}: under the schedule {name}: {said}")
             return
         except ValueError as refused:
             _unusable(_about(kernel, refused))

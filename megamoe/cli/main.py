@@ -136,6 +136,13 @@ def _named(words: Sequence[str]) -> str | None:
     return next((word for word in words if not word.startswith("-")), None)
 
 
+def _path(words: Sequence[str]) -> str:
+    """The command that a command line names, with its own subcommand."""
+    named = [word for word in words if not word.startswith("-")]
+    depth = 2 if named[:2] == [_EXPORT, "flashinfer"] else 1
+    return " ".join(("megamoe", *named[:depth]))
+
+
 def _needed(words: Sequence[str]) -> Sequence[str]:
     """The commands that a command line may use: all of them for `--help`, a typing error or a completion."""
     named = _named(words)
@@ -153,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Ended, OSError, _UsageError) as error:
         from megamoe.cli import terminal
 
-        status, text = _end_of(error, _named(words))
+        status, text = _end_of(error, _path(words))
         if not isinstance(error, Ended | _UsageError) or status == READER_GONE:
             terminal.let_go_of_stdout()
         if text:
@@ -161,8 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _end_of(error: Exception, command: str | None) -> tuple[int, str]:
-    """The exit status and the message for a `command` that ended with `error`."""
+def _end_of(error: Exception, command: str) -> tuple[int, str]:
+    """The exit status and the message for a `command`, such as "megamoe run", that ended with `error`."""
     if isinstance(error, Ended):
         return error.status, "" if error.status == READER_GONE else f"megamoe: {error}"
     if isinstance(error, BrokenPipeError):
@@ -172,7 +179,7 @@ def _end_of(error: Exception, command: str | None) -> tuple[int, str]:
     return 2, _refusal(error, command)
 
 
-def _refusal(error: Exception, command: str | None) -> str:
+def _refusal(error: Exception, command: str) -> str:
     """One sentence from typer's message about an option, a value, an argument or a command.
 
     A group without any command ends with its help instead.
@@ -186,9 +193,5 @@ def _refusal(error: Exception, command: str | None) -> str:
     said, _, guess = text.partition(". Did you mean ")
     if options := getattr(error, "possibilities", None):
         said, guess = str(getattr(error, "message", text)), f"{' or '.join(sorted(options))}?"
-    if guess:
-        end = f"did you mean {guess}"
-    else:
-        path = context.command_path if context else " ".join(filter(None, ("megamoe", command)))
-        end = f"see {path} --help"
+    end = f"did you mean {guess}" if guess else f"see {context.command_path if context else command} --help"
     return f"megamoe: {said[0].lower()}{said[1:]}; {end}"

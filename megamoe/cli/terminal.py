@@ -7,6 +7,7 @@ them moves the cursor, paints over a verdict or starts a new line.
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import stat
@@ -27,7 +28,7 @@ from rich.table import Table
 from megamoe.contract import STATUSES, Row, Status
 from megamoe.diff.directions import NOT_FAILED_ON
 from megamoe.gate.verdict import Finding, Verdict
-from megamoe.records.lines import MAX_LINE_TEXT, Record, shortened
+from megamoe.records.lines import MAX_CHARACTERS, MAX_LINE_TEXT, Record, shortened
 
 PLAIN_LINE_EVERY_S = 10.0
 MIN_FOLDED = 3
@@ -70,8 +71,17 @@ def console(quiet: bool = False) -> Console:
     return found if found.is_terminal else Terminal(highlight=False, soft_wrap=True, width=200, quiet=quiet)
 
 
+_LONG = re.compile(rf"(?<![^\s(])'([^'\n]{{{MAX_CHARACTERS + 1},}})'(?!\w)|\S{{{MAX_CHARACTERS + 100},}}")
+"""A quotation or a word of which nobody reads the end. Paths in messages are shorter."""
+
+
+def _repeated(found: re.Match[str]) -> str:
+    return f"'{shortened(found[1])}'" if found[1] else shortened(found[0])
+
+
 def complain(text: str) -> None:
-    """Prints one sentence on stderr, shortened if it repeats a long option or file."""
+    """Prints one sentence on stderr. What it repeats of a long option or file is shortened, and so is the whole."""
+    text = _LONG.sub(_repeated, text)
     print(printable(shortened(text, MAX_LINE_TEXT)), file=sys.stderr)
 
 

@@ -6,6 +6,7 @@ name: either a registered entry point, or package.module:ATTRIBUTE without regis
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, cast, runtime_che
 from pydantic import BaseModel, ConfigDict
 
 from megamoe.contract.case import Case, Temperature
+from megamoe.contract.known_names import nearest
 from megamoe.contract.program import AnyProgram, HostProgram, PreparedCall, Program, PythonProgram, Target
 from megamoe.contract.trace import Trace
 
@@ -290,7 +292,10 @@ def _load_attribute(group: str, kind: str, name: str) -> object:
     try:
         return EntryPoint(name, name, group).load()
     except (ModuleNotFoundError, AttributeError) as error:
-        raise UnsupportedError(f"the {kind} {name!r} cannot be loaded: {error}") from error
+        module, _, attribute = name.partition(":")
+        known = dir(sys.modules[module]) if isinstance(error, AttributeError) and module in sys.modules else []
+        guess = nearest(attribute, known) if attribute not in known else ""
+        raise UnsupportedError(f"the {kind} {name!r} cannot be loaded: {error}{guess}") from error
 
 
 def load_backend(name: str) -> Backend:

@@ -29,7 +29,8 @@ class KernelFault(Exception):
 class RuleLike(Protocol):
     """A rule of a machine. `wrong` says what goes wrong, `missing` which ordering is absent, `mend` what to do.
 
-    `section`: of the PTX ISA, "" for none. `reliance`: who relies on more than the ISA promises.
+    `section`: of the PTX ISA, "" for none. `reliance`: who relies on more than the ISA promises. `page`: the file in
+    the repository that explains it, "" for none.
     """
 
     @property
@@ -44,6 +45,8 @@ class RuleLike(Protocol):
     def missing(self) -> str: ...
     @property
     def reliance(self) -> str: ...
+    @property
+    def page(self) -> str: ...
 
 
 class SourceLike(Protocol):
@@ -76,7 +79,8 @@ class FaultLike(Protocol):
     """A rule broken in a launch, reported once per site. `times` counts the repetitions; `ends` is true if it stopped
     the launch.
 
-    `where`: CTA and warp, or the copy. `detail`: a sentence fragment with the values seen. `about`: the rule.
+    `where`: CTA and warp, or the copy. `detail`: a sentence fragment with the values seen. `about`: the rule. `spot`:
+    the variable and byte at `address`, "" if unknown.
     """
 
     @property
@@ -99,6 +103,8 @@ class FaultLike(Protocol):
     def lane(self) -> int | None: ...
     @property
     def address(self) -> int | None: ...
+    @property
+    def spot(self) -> str: ...
     @property
     def other(self) -> AccessLike | None: ...
     @property

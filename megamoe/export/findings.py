@@ -68,8 +68,11 @@ def _text(checked: CheckedRun) -> str:
     ledger = checked.ledger
     said = [*checked.said, *checked.failures]
     for one in ledger.findings:
-        suppressed = ledger.suppression_of(one)
-        said.append(str(one) + (f"\n  suppressed: {suppressed.reason} ({suppressed.where})" if suppressed else ""))
+        said.append(str(one))
+        if (cause := ledger.cause_of(one)) is not None:
+            said.append(f"  may follow from: [{cause.rule}] at PTX line {cause.line}")
+        if (suppressed := ledger.suppression_of(one)) is not None:
+            said.append(f"  suppressed: {suppressed.reason} ({suppressed.where})")
     said += ledger.remarks
     if ledger.findings:
         said.append(ledger.tally)

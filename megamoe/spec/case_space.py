@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megamoe.contract import AxisValue, Case, spell
+from megamoe.contract.known_names import nearest_of
 from megamoe.spec.expression import Expression, ExpressionError
-from megamoe.spec.marked_yaml import KeyPath, nearest
+from megamoe.spec.marked_yaml import KeyPath
 
 Kind = Literal["int", "float", "bool", "str"]
 NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -167,7 +168,7 @@ class CaseSpace:
         values = self.completed(given)
         chosen = self.inputs[0] if inputs is None else inputs
         if not isinstance(chosen, str) or chosen not in self.inputs:
-            sentence = f"there is no input distribution {chosen!r}; {nearest(str(chosen), self.inputs)}"
+            sentence = f"there is no input distribution {chosen!r}{nearest_of(str(chosen), self.inputs)}"
             raise OutsideError(sentence, ("inputs",), "inputs")
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
             raise OutsideError(f"seed must be an integer from 0 to {MAX_SEED}, not {seed!r}", (), "seed")
@@ -186,7 +187,11 @@ class CaseSpace:
         """The case named `case_id`. Axes may come in any order, with or without defaults. Raises OutsideError."""
         op, colon, rest = case_id.partition(":")
         if not colon or op != self.op:
-            raise OutsideError(f"case id {case_id!r} does not begin with '{self.op}:'")
+            needed = ",".join(f"{name}=..." for name, axis in self.axes.items() if axis.required)
+            raise OutsideError(
+                f"{case_id!r} is no case id of {self.op}: write {self.op}:{needed}, as `megamoe list --op {self.op}` "
+                "prints them"
+            )
         texts: dict[str, str] = {}
         for part in rest.split(","):
             name, equals, text = part.partition("=")
@@ -221,7 +226,7 @@ class CaseSpace:
 
     def _axis(self, name: str) -> Axis:
         if name not in self.axes:
-            raise OutsideError(f"{self.op} has no axis {name!r}; {nearest(name, self.axes)}", ("axes",), name)
+            raise OutsideError(f"{self.op} has no axis {name!r}{nearest_of(name, self.axes)}", ("axes",), name)
         return self.axes[name]
 
     def _read(self, name: str, text: str) -> AxisValue:

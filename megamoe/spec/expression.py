@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from megamoe.contract import AxisValue
-from megamoe.spec.marked_yaml import nearest
+from megamoe.contract.known_names import nearest_of
 
 Term = int | bool | None
 Compute = Callable[[Mapping[str, AxisValue]], Term]
@@ -108,7 +108,7 @@ def parse_expression(text: str, known: Collection[str]) -> Expression:
     names = _names(body, text)
     for name in sorted(names):
         if name not in known:
-            raise ExpressionError(f"{text!r} speaks of {name!r}, no axis it may use; {nearest(name, known)}")
+            raise ExpressionError(f"{text!r} speaks of {name!r}, no axis it may use{nearest_of(name, known)}")
     return Expression(text, names, body, _computed(body))
 
 

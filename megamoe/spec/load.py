@@ -11,9 +11,10 @@ from pathlib import Path
 
 from megamoe import SPECS
 from megamoe.contract import AxisValue, Case, spell
+from megamoe.contract.known_names import nearest_of
 from megamoe.spec.case_space import Axis, CaseSpace, OutsideError, Range
 from megamoe.spec.expression import Expression, ExpressionError, HasValue, parse_expression
-from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, SpecError, nearest, parse_marked_yaml, read_text
+from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, SpecError, parse_marked_yaml, read_text
 from megamoe.spec.schema import AxisEntry, OverrideEntry, ProfileEntry, RangeEntry, Role, SpecEntry, read_entry
 from megamoe.spec.spec import Override, Profile, Spec, TensorSpec, Thresholds, Tolerance, told
 
@@ -388,7 +389,7 @@ class _Builder:
 
     def _known(self, path: KeyPath, what: str, name: str, known: Iterable[str]) -> None:
         if name not in (names := list(known)):
-            raise self.document.error(path, f"there is no {what} {name!r}; {nearest(name, names)}")
+            raise self.document.error(path, f"there is no {what} {name!r}{nearest_of(name, names)}")
 
     def _no_repeats(self, path: KeyPath, values: list[str]) -> None:
         seen: set[str] = set()

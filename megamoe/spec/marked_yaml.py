@@ -10,10 +10,8 @@ ruamel.yaml 0.19 keeps lines too but would not shorten this file, most of which 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -247,11 +245,3 @@ class SpecError(ValueError):
         place = "" if file is None else f"{file}:{line}: " if line is not None else f"{file}: "
         super().__init__(f"{place}{key}: {sentence}" if key else f"{place}{sentence}")
         self.sentence, self.file, self.line, self.key = sentence, file, line, key
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known name, then all known ones."""
-    names = list(known)
-    close = get_close_matches(name, names, n=1)
-    guess = f"did you mean {close[0]!r}? " if close else ""
-    return f"{guess}known: {', '.join(names) or 'none'}"

@@ -17,8 +17,9 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from megamoe.contract import AxisValue, spell
+from megamoe.contract.known_names import nearest_of
 from megamoe.spec.case_space import Kind
-from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, nearest
+from megamoe.spec.marked_yaml import KeyPath, MarkedYaml
 from megamoe.spec.spec import DEFAULT_THRESHOLD, Role
 
 Dtype = Literal["bf16", "f16", "f32", "f64", "e4m3", "e5m2", "e2m1", "ue8m0", "u8", "s8", "s32", "u32", "s64"]
@@ -212,7 +213,7 @@ def _sentence(details: ErrorDetails, path: KeyPath) -> str:
     kind, name, seen = details["type"], str(details["loc"][-1]) if details["loc"] else "", _seen(details["input"])
     match kind:
         case "extra_forbidden":
-            return f"unknown key {name!r}; {nearest(name, _known_keys(path[:-1]))}"
+            return f"unknown key {name!r}{nearest_of(name, _known_keys(path[:-1]))}"
         case "missing":
             return f"key {name!r} is missing; known: {', '.join(_known_keys(path))}"
         case "too_short":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from math import prod
@@ -21,6 +20,7 @@ from megamoe.contract import (
     executor_names,
     spell,
 )
+from megamoe.contract.known_names import nearest
 from megamoe.runner.capabilities import Offer, machine_of, offer_of
 
 if TYPE_CHECKING:
@@ -85,12 +85,6 @@ def parse_row(text: str) -> Row:
     if not on or len(words) != 4 or ":" not in case:
         raise SelectionError(f"{text!r} is no row; rows are printed as {ROW_FORM}, which a shell wants quoted")
     return Row(case.strip(), *words)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean NAME?" for the end of a sentence about an unknown name, or "" if nothing known is like it."""
-    found = get_close_matches(name, list(known), 1)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 def expand_schedules(names: Iterable[str]) -> tuple[str, ...]:
@@ -218,7 +212,10 @@ def checked_names(kind: str, names: Sequence[str], registered: Sequence[str]) ->
                 f"{nearest(name, registered)}"
             )
         if name not in registered and not _module_exists(name.partition(":")[0]):
-            raise SelectionError(f"the {kind} {name!r} cannot be loaded: there is no such module on the search path")
+            raise SelectionError(
+                f"the {kind} {name!r} cannot be loaded: there is no module {name.partition(':')[0]!r} here or on "
+                "PYTHONPATH; put its folder there"
+            )
     return tuple(names)
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from megamoe.contract import AxisValue, Case, Temperature, spell
+from megamoe.contract.known_names import nearest_of
 from megamoe.spec.case_space import Axis, CaseSpace, OutsideError
 from megamoe.spec.expression import Expression, ExpressionError, HasValue
-from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, SpecError, nearest
+from megamoe.spec.marked_yaml import KeyPath, MarkedYaml, SpecError
 
 Role = Literal["input", "output"]
 DEFAULT_THRESHOLD = 0.02
@@ -206,7 +207,7 @@ class Spec:
     def shape(self, tensor: str, case: Case) -> tuple[int, ...]:
         """The shape of `tensor` in `case`, in elements. SpecError if `case` has no such tensor."""
         if tensor not in self.tensors:
-            raise self.document.error(("tensors",), f"there is no tensor {tensor!r}; {nearest(tensor, self.tensors)}")
+            raise self.document.error(("tensors",), f"there is no tensor {tensor!r}{nearest_of(tensor, self.tensors)}")
         axes = dict(case.axes)
         spec = self._at(tensor, case, axes)
         if spec is None:
@@ -220,13 +221,15 @@ class Spec:
     def cases(self, matrix: str) -> list[Case]:
         """The cases of a matrix: rows in the order of the file, the last axis of a product fastest."""
         if matrix not in self.matrices:
-            raise self.document.error(("matrices",), f"there is no matrix {matrix!r}; {nearest(matrix, self.matrices)}")
+            raise self.document.error(
+                ("matrices",), f"there is no matrix {matrix!r}{nearest_of(matrix, self.matrices)}"
+            )
         return list(self.matrices[matrix])
 
     def profile(self, name: str) -> Profile:
         """The profile `name`. SpecError if there is none."""
         if name not in self.profiles:
-            raise self.document.error(("profiles",), f"there is no profile {name!r}; {nearest(name, self.profiles)}")
+            raise self.document.error(("profiles",), f"there is no profile {name!r}{nearest_of(name, self.profiles)}")
         return self.profiles[name]
 
     def published(self, case: Case) -> bool:

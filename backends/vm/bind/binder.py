@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.flow import Carrying
 from backends.vm.bind.forms import Step
-from backends.vm.faults import UnknownInstructionError
+from backends.vm.faults import UnknownInstructionError, counted
 from backends.vm.machine.code import WIDTH_OF_VIEW, Key, RegisterRows
 from backends.vm.machine.run_access import RunAccess
 from backends.vm.machine.special import SPECIAL_REGISTERS
@@ -80,7 +80,7 @@ class Binder:
         """The operands. Raises if their number is not one of `counts`."""
         if len(self.operands) not in counts:
             wanted = " or ".join(str(count) for count in counts)
-            raise self.error(f"{len(self.operands)} operands where this form takes {wanted}")
+            raise self.error(f"{counted(len(self.operands), 'operand')} where this form takes {wanted}")
         return self.operands
 
     def hinted(self, *counts: int) -> tuple[Operand, ...]:
@@ -114,7 +114,7 @@ class Binder:
         if isinstance(operand, Register):
             key = self._register(operand)
             if key[0] != width and not (wider and width < key[0] <= 64):
-                raise self.error(f"`{operand.name}` holds {key[0]} bits where {view} needs {width}")
+                raise self.error(f"`{operand.name}` holds {counted(key[0], 'bit')} where {view} needs {width}")
             if operand.name in self.rows.rows:
                 self.uses.append(key)
             return key
@@ -144,7 +144,7 @@ class Binder:
             raise self.error(f"operand {operand} cannot be written")
         key = self._register(operand)
         if key[0] != width and not (wider and width < key[0] <= 64):
-            raise self.error(f"`{operand.name}` holds {key[0]} bits where {view} needs {width}")
+            raise self.error(f"`{operand.name}` holds {counted(key[0], 'bit')} where {view} needs {width}")
         self.defines.append(key)
         self.places.append(key)
         return key[1]
@@ -205,7 +205,7 @@ class Binder:
             with np.errstate(over="ignore"):
                 return int(np.float32(value).view(np.uint32))
         if width != {"f32": 32, "f64": 64}[operand.kind]:
-            raise self.error(f"a {operand.kind} literal stands where {width} bits are needed")
+            raise self.error(f"a {operand.kind} literal stands where {counted(width, 'bit')} are needed")
         return operand.value
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from backends.vm.faults import UnknownInstructionError
+from backends.vm.faults import UnknownInstructionError, counted
 from backends.vm.ptx.ast import (
     Address,
     Function,
@@ -208,7 +208,9 @@ class _Placer:
     def _system_call(self, serial: str, name: str, returns: Vector, given: Vector, call: Instruction) -> None:
         """Load the arguments into 64-bit registers, call, and store the result."""
         if len(given.items) != SYSTEM_CALLS[name]:
-            raise self._refused(call, f"{name} with {len(given.items)} arguments where it takes {SYSTEM_CALLS[name]}")
+            raise self._refused(
+                call, f"{name} with {counted(len(given.items), 'argument')} where it takes {SYSTEM_CALLS[name]}"
+            )
         registers = list[Operand]()
         for index, one in enumerate(given.items):
             slot = self._slot(one)
@@ -227,7 +229,8 @@ class _Placer:
         for one in returns.items:
             slot = self._slot(one)
             if slot is None or slot.size < size or len(returns.items) > 1:
-                raise self._refused(call, f"{name} with a result that is not one variable of {size} bytes in .param "
+                raise self._refused(call, f"{name} with a result that is not one variable of {counted(size, 'byte')} "
+                                          "in .param "
                                     "space")  # fmt: skip
             self._append(call, ("st", "local", kind), (Address(Symbol(slot.name)), value))
 

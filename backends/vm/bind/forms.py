@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
@@ -220,9 +221,10 @@ def find(instruction: Instruction) -> tuple[Form, Mapping[str, str]]:
         )
     family = _TABLE.get(instruction.parts[0])
     if not family:
+        like = get_close_matches(instruction.parts[0], _TABLE, 1)
         raise UnknownInstructionError(
             f"PTX line {instruction.line}: `{instruction.text}`: this machine does not know the opcode "
-            f"`{instruction.parts[0]}`"
+            f"`{instruction.parts[0]}`{f'; did you mean `{like[0]}`?' if like else ''}"
         )
     common = sorted(family, key=lambda form: -_shared(form, instruction.parts))[:4]
     listed = "; ".join(f"`{form.spelling}` (PTX ISA {form.section})" for form in common)

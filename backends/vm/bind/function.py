@@ -18,7 +18,7 @@ from backends.vm.bind.flow import Bound, FlowGraph, check_warpgroup_registers, e
 from backends.vm.bind.forms import Form, bind_in_ring, find
 from backends.vm.bind.lanes import RunFinder
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, UnknownInstructionError
+from backends.vm.faults import Fault, UnknownInstructionError, counted
 from backends.vm.machine.code import HANDLED, LANES, NEXT, Block, BoundFunction, Code, Key, RegisterRows, Step
 from backends.vm.memory.shared import RESERVED
 from backends.vm.ptx.ast import Function, Instruction, Module, Symbol, Variable
@@ -63,7 +63,8 @@ def jump_by(index: Step, targets: Sequence[int], guard: tuple[int, bool] | None,
         wrong = lanes & (chosen >= len(targets))
         if count_nonzero(wrong):
             lane = int(np.flatnonzero(wrong)[0])
-            raise Fault("branch-index", f"brx.idx with index {chosen[lane]} into a list of {len(targets)} labels "
+            raise Fault("branch-index", f"brx.idx with index {chosen[lane]} into a list of "
+                                        f"{counted(len(targets), 'label')} "
                         f"is undefined (PTX ISA 9.7.12.4)", lane=lane)  # fmt: skip
         parts = [(targets[one], lanes & (chosen == one)) for one in np.unique(chosen[lanes]).tolist()]
         if count_nonzero(warp.mask & ~lanes):

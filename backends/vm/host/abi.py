@@ -13,6 +13,8 @@ import struct
 from collections.abc import Mapping
 from typing import Final
 
+from backends.vm.faults import counted
+
 
 class HostError(Exception):
     """The host function, its object or its arguments do not fit this runtime. The message says which and what would."""
@@ -114,7 +116,7 @@ def copy_from(address: int, size: int, what: str) -> bytes:
     if size == 0:
         return b""
     if address == 0:
-        raise HostError(f"{what} is a null pointer; {size} bytes were to be read there")
+        raise HostError(f"{what} is a null pointer; {counted(size, 'byte')} were to be read there")
     reader, writer = os.pipe()
     try:
         # write(2) fails on an unmapped address; reading it here would kill the process.
@@ -122,7 +124,7 @@ def copy_from(address: int, size: int, what: str) -> bytes:
     except OSError as error:
         if error.errno != errno.EFAULT:
             raise
-        raise HostError(f"{what} points to {address:#x}, where {size} bytes cannot be read") from None
+        raise HostError(f"{what} points to {address:#x}, where {counted(size, 'byte')} cannot be read") from None
     finally:
         os.close(reader)
         os.close(writer)

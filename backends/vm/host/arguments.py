@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from backends.vm.faults import counted
 from backends.vm.host.abi import (
     DEVICE_CUDA,
     DL_TYPES,
@@ -211,7 +212,9 @@ def _buffer(name: str, buffers: Mapping[str, Buffer]) -> Buffer:
 def _address(arg: BufferArgLike, buffers: Mapping[str, Buffer]) -> int:
     buffer = _buffer(arg.tensor, buffers)
     if not 0 <= arg.offset <= buffer.data.size:
-        raise HostError(f"the offset {arg.offset} lies outside of {arg.tensor!r}, which has {buffer.data.size} bytes")
+        raise HostError(
+            f"the offset {arg.offset} lies outside of {arg.tensor!r}, which has {counted(buffer.data.size, 'byte')}"
+        )
     return buffer.base + arg.offset
 
 
@@ -230,7 +233,7 @@ def _place(arg: TensorArgLike, buffers: Mapping[str, Buffer]) -> _Placed:
     if arg.offset < 0 or reach > buffer.data.size:
         raise HostError(
             f"tensor argument {arg.tensor!r} of shape {shape}, strides {strides}, dtype {arg.dtype} and offset "
-            f"{arg.offset} reaches to byte {reach} of a tensor of {buffer.data.size} bytes"
+            f"{arg.offset} reaches to byte {reach} of a tensor of {counted(buffer.data.size, 'byte')}"
         )
     return _Placed(buffer.base + arg.offset, shape, strides, DL_TYPES[arg.dtype])
 

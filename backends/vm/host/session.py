@@ -24,7 +24,7 @@ from backends.vm.memory.global_memory import Buffer
 from backends.vm.ptx.ast import Variable
 from backends.vm.ptx.source_lines import source_of
 from backends.vm.ptx.tree import PtxSyntaxError
-from backends.vm.rules import RULES, MachineRule
+from backends.vm.rules import AT_SHARED, RULES, MachineRule
 from backends.vm.tensor.tensor_map import Im2col, OobFill, Target, TensorMapError, encode_tensor_map
 
 if TYPE_CHECKING:
@@ -108,7 +108,19 @@ class Session:
 
     def bind(self, ptx: str, entry: str) -> None:
         """Bind an entry. UnknownInstructionError for an instruction that the machine does not know."""
-        self._load(ptx).entry(entry)
+        module = self._load(ptx)
+        self._check_target(module)
+        module.entry(entry)
+
+    def _check_target(self, module: LoadedModule) -> None:
+        built_for = module.module.target
+        if any(_runs_on(one, self.target) for one in built_for):
+            return
+        other = next((target for target in TARGETS for one in built_for if _runs_on(one, target)), None)
+        raise LaunchError(
+            f"the PTX is for {', '.join(built_for)}, which this {self.target} does not run; compile it for "
+            f"{self.target}{f', or choose the target {other} (--target {other})' if other else ''}"
+        )
 
     def address_of(self, address: int, allocation: int) -> int:
         """`address` if the allocation is aligned as on a GPU, else an address above those of the process.
@@ -135,11 +147,7 @@ class Session:
         """Run a grid to its end. Fault for an error that ends the run, LaunchError for what no GPU would launch."""
         self._found = Findings()
         module = self._load(ptx)
-        if not any(_runs_on(built_for, self.target) for built_for in module.module.target):
-            raise LaunchError(
-                f"the PTX is for {', '.join(module.module.target)}, which this {self.target} does not run; "
-                f"compile it for {self.target}"
-            )
+        self._check_target(module)
         function = module.entry(entry)
         if cooperative:
             shape = LaunchShape(grid, block, cluster, dynamic_smem)
@@ -218,6 +226,8 @@ class Session:
             for fault in self._found.by_site.values():
                 if not fault.line:
                     _place(fault, ptx)
+                if fault.rule in AT_SHARED and fault.address is not None:
+                    fault.spot = self._spot(ptx, fault.kernel, fault.address)
                 if fault.rule == "global-race":
                     _say_copies(fault, ptx)
                 fault.source = source_of(ptx, fault.line)
@@ -225,6 +235,11 @@ class Session:
                     fault.other.source = source_of(ptx, fault.other.line)
         for buffer in added:
             machine.memory.remove(buffer)
+
+    def _spot(self, ptx: str, kernel: str, address: int) -> str:
+        module = self._load(ptx)
+        function = module.module.functions.get(kernel)
+        return module.entry(kernel).spot_of(address) if function is not None and function.is_entry else ""
 
 
 _PTX_LINES = re.compile(r"PTX lines? (\d+)")

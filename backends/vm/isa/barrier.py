@@ -9,7 +9,7 @@ import numpy as np
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, OtherAccess, report
+from backends.vm.faults import Fault, OtherAccess, counted, report
 from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.cta import NAMED_BARRIERS, BarrierArrival, NamedBarrier
 from backends.vm.machine.warp import Gathering, Warp
@@ -65,7 +65,7 @@ def _check_after_last_phase(warp: Warp, number: int, barrier: NamedBarrier) -> N
 
 
 def _expected(count: int | None) -> str:
-    return "all threads of the CTA" if count is None else f"{count} threads"
+    return "all threads of the CTA" if count is None else f"{counted(count, 'thread')}"
 
 
 def _operands(b: Binder, sources: tuple[Operand, ...]) -> tuple[int, int | None]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, OtherAccess, report
+from backends.vm.faults import Fault, OtherAccess, counted, report
 from backends.vm.machine.access import active, check_acquired, resolve
 from backends.vm.machine.code import Wait
 from backends.vm.machine.cta import Cta
@@ -182,7 +182,7 @@ def _plan(
         return plan_gather4(tensor_map, coordinates[0], coordinates[1:], address, direction)
     rank = int(b.words["dim"][0])
     if rank != tensor_map.rank:
-        raise Fault("tensor-map", f"a .{b.words['dim']} copy with a map of {tensor_map.rank} dimensions")
+        raise Fault("tensor-map", f"a .{b.words['dim']} copy with a map of {counted(tensor_map.rank, 'dimension')}")
     return plan_box(tensor_map, coordinates, address, direction)
 
 
@@ -393,9 +393,9 @@ def _check_linear(destination: int, source: int, size: int, lane: int, memory: G
             place = memory.spot(value) if what == in_global else f" {value:#x}"
             raise Fault("misaligned", f"the {what}{place} of a bulk copy is not a multiple of 16", lane=lane)
     if size <= 0:
-        raise Fault("bulk-copy", f"a bulk copy of {size} bytes", lane=lane)
+        raise Fault("bulk-copy", f"a bulk copy of {counted(size, 'byte')}", lane=lane)
     if size > MAX_DYNAMIC:  # Check before any piece is built.
-        raise Fault("out-of-bounds", f"a bulk copy of {size} bytes; the shared memory of a CTA has at most "
+        raise Fault("out-of-bounds", f"a bulk copy of {counted(size, 'byte')}; the shared memory of a CTA has at most "
                     f"{MAX_DYNAMIC}", lane=lane)  # fmt: skip
 
 

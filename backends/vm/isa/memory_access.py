@@ -12,7 +12,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, counted
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Key, place_of
 from backends.vm.machine.quick_access import SPACES, QuickAccess
@@ -249,7 +249,8 @@ def st_bulk(b: Binder) -> Step:
         for lane in access.active(warp).tolist():
             count = int(getattr(warp, view)[row][lane])
             if count % 8 or count > MAX_BULK_STORE:
-                raise Fault("bulk-store", f"{count} bytes where st.bulk takes a multiple of 8 up to {MAX_BULK_STORE}",
+                raise Fault("bulk-store", f"{counted(count, 'byte')} where st.bulk takes a multiple of 8 up to "
+                                          f"{MAX_BULK_STORE}",
                             lane=lane)  # fmt: skip
             places = int(address(warp)[lane]) + np.arange(0, count, 8, dtype=np.int64)
             if places.size:

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
+from backends.vm.faults import counted
 from backends.vm.machine.code import LANES
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
@@ -86,7 +87,7 @@ def mov_pred(b: Binder) -> Step:
 def _pack(b: Binder, d: Operand, a: Vector, width: int) -> Step:
     part = width // len(a.items)
     if part not in (16, 32, 64) and not (part == 8 and width in (16, 32)):
-        raise b.error(f"{len(a.items)} parts do not make {width} bits")
+        raise b.error(f"{width} bits are not made of {counted(len(a.items), 'part')}")
     view, whole = _VIEW[max(part, 16)], _VIEW[width]
     if pair := _PAIR.get((width, part)):
         first, second = [b.source(item, view) for item in a.items]
@@ -116,7 +117,7 @@ def _pack(b: Binder, d: Operand, a: Vector, width: int) -> Step:
 def _unpack(b: Binder, d: Vector, a: Operand, width: int) -> Step:
     part = width // len(d.items)
     if part not in (16, 32, 64) and not (part == 8 and width in (16, 32)):
-        raise b.error(f"{width} bits do not make {len(d.items)} parts")
+        raise b.error(f"{width} bits do not make {counted(len(d.items), 'part')}")
     view, whole = _VIEW[max(part, 16)], _VIEW[width]
     targets = [(column, b.destination(item, view)) for column, item in enumerate(d.items) if not isinstance(item, Sink)]
     if pair := _PAIR.get((width, part)):

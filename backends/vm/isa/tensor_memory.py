@@ -14,7 +14,7 @@ import numpy as np
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.faults import Fault, report
+from backends.vm.faults import Fault, counted, report
 from backends.vm.isa.tensor_operands import GROUPS, group_of, pair, same_group
 from backends.vm.machine.access import resolve, uniform
 from backends.vm.machine.code import NEXT, Wait
@@ -79,7 +79,7 @@ def alloc(b: Binder) -> Step:
         same_group(warp, group, "tcgen05.alloc")
         columns = uniform(warp.u32[row][warp.mask], "the column count")
         if columns not in _COUNTS:
-            raise Fault("tmem-alloc", f"{columns} columns asked for; the count is a power of two in 32..512")
+            raise Fault("tmem-alloc", f"{counted(columns, 'column')} asked for; the count is a power of two in 32..512")
         if not warp.cta.tmem.permit:
             raise Fault("tmem-alloc", "an alloc after the CTA gave up its permit (relinquish_alloc_permit)")
         at = address(warp)[:1]

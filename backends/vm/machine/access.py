@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, report
+from backends.vm.faults import Fault, counted, report
 from backends.vm.machine.code import LANES
 from backends.vm.memory.clocks import Carried
 from backends.vm.memory.definedness import Mask, Missing, Origin
@@ -330,7 +330,8 @@ def load_parameter(warp: Warp, addresses: Addresses, size: int) -> Bytes:
     outside = (offsets < 0) | (offsets + size > params.size)
     if count_nonzero(outside):
         lane = int(outside.argmax())
-        raise Fault("out-of-bounds", f"parameter load of {size} bytes outside of the {params.size} bytes of parameters",
+        raise Fault("out-of-bounds", f"parameter load of {counted(size, 'byte')} outside of the "
+                                     f"{counted(params.size, 'byte')} of parameters",
                     lane=lane, address=int(offsets[lane]))  # fmt: skip
     return params[offsets[:, None] + np.arange(size)]
 
@@ -342,7 +343,8 @@ def _local_index(
     outside = (addresses < 0) | (addresses + size > warp.local.data.shape[1])
     if count_nonzero(outside):
         lane = int(outside.argmax())
-        raise Fault("out-of-bounds", f"local access of {size} bytes; a thread has {warp.local.data.shape[1]} bytes",
+        raise Fault("out-of-bounds", f"local access of {counted(size, 'byte')}; a thread has "
+                                     f"{counted(warp.local.data.shape[1], 'byte')}",
                     lane=lane, address=int(addresses[lane]))  # fmt: skip
     return lanes[:, None].astype(np.intp), addresses[:, None] + np.arange(size)
 

@@ -21,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import address_of
+from backends.vm.memory.shared import dynamic_offset
 from backends.vm.ptx.ast import Function, Instruction, Variable
+from backends.vm.ptx.functions import SEPARATOR
 
 if TYPE_CHECKING:
     from backends.vm.machine.undefined import Carrier, Undefined
@@ -208,6 +210,17 @@ class BoundFunction:
         if name in self.dynamic:
             return "shared", dynamic_offset
         return self.offsets[name]
+
+    def spot_of(self, address: int) -> str:
+        """The variable and byte at an address of a CTA's shared memory; "" below its first variable."""
+        dynamic = dynamic_offset(self.static_shared, self.dynamic_align)
+        if address >= dynamic:
+            return f"byte {address - dynamic} of the dynamic shared memory"
+        sizes = {one.name: one.size for one in (*self.variables.values(), *self.code.function.variables)}
+        for name, (space, offset) in self.offsets.items():
+            if space == "shared" and offset <= address < offset + sizes[name]:
+                return f"byte {address - offset} of `{name.partition(SEPARATOR)[0]}`"
+        return ""
 
 
 # Register files: untyped bit containers, one row of 32 lanes per register, with a view for each way to read them. PTX

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from backends.vm.faults import Fault, Findings, LaunchError, OtherAccess, collecting, report
+from backends.vm.faults import Fault, Findings, LaunchError, OtherAccess, collecting, counted, report
 from backends.vm.machine.code import Block, BoundFunction, give_registers_back
 from backends.vm.machine.cta import Cluster
 from backends.vm.machine.engine import Engine
@@ -269,7 +269,8 @@ class Machine:
         if address >> WINDOW_SHIFT == PARAM_WINDOW >> WINDOW_SHIFT:
             offset = address - PARAM_WINDOW
             if offset + size > self.params.size:
-                raise Fault("out-of-bounds", f"read of {size} bytes past the {self.params.size} bytes of parameters",
+                raise Fault("out-of-bounds", f"read of {counted(size, 'byte')} past the "
+                                             f"{counted(self.params.size, 'byte')} of parameters",
                             address=address)  # fmt: skip
             return self.params[offset : offset + size]
         return self.memory.load(np.array([address], np.int64), size)[0]
@@ -297,10 +298,13 @@ def _check_launch(function: BoundFunction, shape: LaunchShape) -> None:
     if int(np.prod(grid, dtype=object)) > MAX_CTAS:
         raise LaunchError(f"{name}: grid {grid} has more than the {MAX_CTAS} CTAs that this machine runs")
     if shape.dynamic_smem < 0:
-        raise LaunchError(f"{name}: {shape.dynamic_smem} bytes of dynamic shared memory; there are 0 or more")
+        raise LaunchError(
+            f"{name}: {counted(shape.dynamic_smem, 'byte')} of dynamic shared memory; there are 0 or more"
+        )
     if shape.dynamic_smem + function.static_shared > MAX_DYNAMIC:
         raise LaunchError(
-            f"{name}: {shape.dynamic_smem} bytes of dynamic shared memory and {function.static_shared} static ones "
+            f"{name}: {counted(shape.dynamic_smem, 'byte')} of dynamic shared memory and {function.static_shared} "
+            "static ones "
             f"exceed {MAX_DYNAMIC}"
         )
     if function.local_size > MAX_LOCAL:
@@ -316,18 +320,19 @@ def _check_launch(function: BoundFunction, shape: LaunchShape) -> None:
         raise LaunchError(f"{name}: block {block} where the kernel declares .reqntid {required}")
     most = function.code.function.directives.get("maxntid")
     if most and shape.threads > int(np.prod(most)):
-        raise LaunchError(f"{name}: {shape.threads} threads where the kernel declares .maxntid {most}")
+        raise LaunchError(f"{name}: {counted(shape.threads, 'thread')} where the kernel declares .maxntid {most}")
 
 
 def _param_block(function: BoundFunction, params: Sequence[bytes]) -> Bytes:
     declared = function.code.function.params
     if len(declared) != len(params):
-        raise LaunchError(f"{function.name} takes {len(declared)} parameters, {len(params)} were given")
+        raise LaunchError(f"{function.name} takes {counted(len(declared), 'parameter')} and is given {len(params)}")
     block = np.zeros(function.param_size, np.uint8)
     for variable, value in zip(declared, params, strict=True):
         if len(value) != variable.size:
             raise LaunchError(
-                f"{function.name}: parameter `{variable.name}` has {variable.size} bytes, {len(value)} were given"
+                f"{function.name}: parameter `{variable.name}` has {counted(variable.size, 'byte')} and is given "
+                f"{len(value)}"
             )
         offset = function.offsets[variable.name][1]
         block[offset : offset + variable.size] = np.frombuffer(value, np.uint8)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from backends.vm.faults import Fault, OtherAccess, report
+from backends.vm.faults import Fault, OtherAccess, counted, report
 from backends.vm.machine.code import Key
 from backends.vm.machine.engine import Operation
 
@@ -266,7 +266,8 @@ def warpgroup_of(warp: Warp) -> Warpgroup:
     if number not in cta.warpgroups:
         first = WARPS * number
         if first + WARPS > len(cta.warps):
-            raise Fault("warpgroup-diverged", f"wgmma in warp {warp.index} of a CTA of {len(cta.warps)} warps, where a "
+            raise Fault("warpgroup-diverged", f"wgmma in warp {warp.index} of a CTA of "
+                                              f"{counted(len(cta.warps), 'warp')}, where a "
                         f"warpgroup is warps {first}..{first + WARPS - 1}")  # fmt: skip
         cta.warpgroups[number] = Warpgroup(first, warp.agents.new_copy(), [Part() for _ in range(WARPS)])
     return cta.warpgroups[number]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, report
+from backends.vm.faults import Fault, counted, report
 from backends.vm.memory.access_code import MemoryWords, places_change
 from backends.vm.memory.definedness import DEFINED, HIDDEN, Mask, Origin, Sources
 from backends.vm.memory.pieces import read_pieces
@@ -176,12 +176,14 @@ class GlobalMemory:
         index = bisect.bisect(self._bases, address) - 1
         if index >= 0 and address + size <= self._buffers[index].end:
             return self._buffers[index]
-        raise Fault("out-of-bounds", f"{access} of {size} bytes is outside of every buffer{self.nearest(address)}")
+        raise Fault(
+            "out-of-bounds", f"{access} of {counted(size, 'byte')} is outside of every buffer{self.nearest(address)}"
+        )
 
     def nearest(self, address: int) -> str:
         """The end of a sentence about an address in no buffer: names the nearest buffer."""
         if address < NULL_BYTES:
-            return f"; {address} bytes behind a null pointer" if address else "; a null pointer"
+            return f"; {counted(address, 'byte')} behind a null pointer" if address else "; a null pointer"
         if not self._buffers:
             return ""
 
@@ -190,7 +192,8 @@ class GlobalMemory:
 
         near = min(self._buffers, key=gap)
         side = "after the end" if address >= near.end - 16 else "before the start"
-        return f"; the nearest is `{near.name}` ({near.data.size} bytes), {gap(near)} bytes {side}"
+        sizes = counted(near.data.size, "byte"), counted(gap(near), "byte")
+        return f"; the nearest is `{near.name}` ({sizes[0]}), {sizes[1]} {side}"
 
     def outcome(self) -> Iterator[Fault]:
         """The faults at the end of a launch for undefined values where the host can see them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, counted
 from backends.vm.memory.clocks import Carried, Clock
 
 MAX_COUNT = (1 << 20) - 1
@@ -81,7 +81,8 @@ class MBarrier:
         `clocks`: what they release, each with the rank of the CTA and whether only to that CTA (see Carried).
         """
         if count > self.pending:
-            raise Fault("mbarrier-misuse", f"{count} arrivals where phase {self.phase} of this mbarrier expects only "
+            raise Fault("mbarrier-misuse", f"{counted(count, 'arrival')} where phase {self.phase} of this mbarrier "
+                                           "expects only "
                         f"{self.pending} more of {self.expected} (last arrival: {self.last_arrival})",
                         address=self.offset)  # fmt: skip
         self.pending -= count

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import address_of, count_nonzero
-from backends.vm.faults import Fault, OtherAccess, at_line, report
+from backends.vm.faults import Fault, OtherAccess, at_line, counted, report
 from backends.vm.memory import compiled_granules
 from backends.vm.memory.access_code import NO, NO_ROOM, MemoryWords
 from backends.vm.memory.clocks import (
@@ -56,6 +56,11 @@ _SPARE_READINGS: dict[int, list[npt.NDArray[np.int32]]] = {}
 _MAX_SIZES, _MAX_SPARE = 8, 32
 
 
+def dynamic_offset(static_size: int, align: int) -> int:
+    """Where dynamic shared memory begins, behind the reserved bytes and the static variables."""
+    return -(-(RESERVED + static_size) // align) * align
+
+
 class SharedMemory:
     """`size` bytes from offset 0, the reserved 0x400 included. Offsets below are addresses without rank bits.
 
@@ -70,7 +75,7 @@ class SharedMemory:
 
     def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
         self.agents = agents
-        self.dynamic_offset = -(-(RESERVED + static_size) // dynamic_align) * dynamic_align
+        self.dynamic_offset = dynamic_offset(static_size, dynamic_align)
         self.dynamic_size = dynamic_size
         self.size = self.dynamic_offset + dynamic_size
         padded = -(-self.size // 16) * 16
@@ -106,7 +111,8 @@ class SharedMemory:
             if at >= RESERVED and at + size <= self.size:
                 raise Fault("misaligned", f"shared {access} of {size} bytes at an address that is not a multiple of "
                             f"{size}", lane=lane, address=at)  # fmt: skip
-            raise Fault("out-of-bounds", f"shared {access} of {size} bytes; this CTA has {self.size - RESERVED} bytes "
+            raise Fault("out-of-bounds", f"shared {access} of {counted(size, 'byte')}; this CTA has "
+                                         f"{counted(self.size - RESERVED, 'byte')} "
                         f"from {RESERVED:#x} to {self.size:#x}", lane=lane, address=at)  # fmt: skip
 
     def check_region(self, offset: int, size: int, access: str) -> None:

@@ -47,7 +47,7 @@ from backends.vm.ptx.variables import declare
 
 _DEPTH = 100
 _LONGEST_NUMBER = 12
-_SEPARATOR = "#"
+SEPARATOR = "#"
 """Precedes the number of an inner scope in unique names. PTX identifiers cannot contain it (PTX ISA 4.4)."""
 _DECIMAL = frozenset("0123456789")
 _COMPONENTS = {"x": 0, "y": 1, "z": 2, "w": 3, "r": 0, "g": 1, "b": 2, "a": 3}
@@ -59,6 +59,19 @@ _SPECIAL = re.compile(
 )
 """PTX ISA 10: special registers, which need no declaration."""
 _WARP_SZ = Immediate(32)
+_RESERVED = {"WARP_SZ": "the constant 32", "_": "the operand that is discarded"}
+"""Names that ptxas accepts in no declaration, and what each of them is."""
+
+
+def is_special(name: str) -> bool:
+    """Whether `name`, with its component, is a special register."""
+    return name[0] == "%" and _SPECIAL.fullmatch(name) is not None
+
+
+def check_unreserved(token: Token, name: str) -> None:
+    """MisreadError if no declaration may give this name to anything."""
+    if name in _RESERVED:
+        raise MisreadError(f"{name} is declared, but it is {_RESERVED[name]}; choose another name", token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +137,7 @@ class Scopes:
         if len(self._scopes) > _DEPTH:
             raise MisreadError(f"scopes are nested more than {_DEPTH} deep", begin)
         self._opened += 1
-        self._scopes.append(_Scope(f"{_SEPARATOR}{self._opened}"))
+        self._scopes.append(_Scope(f"{SEPARATOR}{self._opened}"))
         self.declare_labels(labels)
         yield
         self._scopes.pop()
@@ -136,6 +149,7 @@ class Scopes:
 
     def declare_symbol(self, token: Token, name: str) -> str:
         """Declare a variable, parameter or label and return its unique name; MisreadError if the scope has it."""
+        check_unreserved(token, name)
         scope = self._fresh(token, name)
         unique = self._unique(name)
         scope.names[name] = Symbol(unique)
@@ -145,6 +159,7 @@ class Scopes:
     def declare_register(self, token: Token, type_: str, vector: int, count: int | None) -> None:
         """Declares a register or, with `count`, the range `token0` to `token{count-1}`."""
         name = str(token)
+        check_unreserved(token, name)
         if count is None:
             scope = self._fresh(token, name)
             scope.names[name] = self._register(self._unique(name), type_, vector)
@@ -160,6 +175,20 @@ class Scopes:
     def find(self, token: Token) -> Operand | None:
         """A Register, the Vector of a vector register, or a Symbol; None for an undeclared name."""
         name = str(token)  # Token compares in Python, which is slow.
+        found = self._declared(name)
+        if found is not None:
+            return found
+        if "." in name:
+            return self._component(name)
+        if is_special(name):
+            return Register(name)
+        return _WARP_SZ if name == "WARP_SZ" else None
+
+    def hides_special(self, name: str) -> bool:
+        """Whether `name` is a component such as %tid.x, and a declaration here gives %tid another meaning."""
+        return is_special(name) and "." in name and self._declared(name.partition(".")[0]) is not None
+
+    def _declared(self, name: str) -> Operand | None:
         for scope in reversed(self._scopes):
             found = scope.names.get(name)
             if found is not None:
@@ -169,17 +198,15 @@ class Scopes:
                 found = self._register(self._unique(name, scope.suffix), of.type, of.vector)
                 scope.names[name] = found
                 return found
-        if name in self._module_names:
-            return Symbol(name)
-        if name[0] == "%" and _SPECIAL.fullmatch(name):
-            return Register(name)
-        if name == "WARP_SZ":
-            return _WARP_SZ
-        return self._component(token) if "." in name else None
+        return Symbol(name) if name in self._module_names else None
 
-    def _component(self, token: Token) -> Operand | None:
-        base, _, component = token.partition(".")
-        whole = self.find(Token.new_borrow_pos(token.type, base, token))
+    def _component(self, name: str) -> Operand | None:
+        base, _, component = name.partition(".")
+        whole = self._declared(base)
+        if whole is None:
+            if is_special(name):
+                return Register(name)
+            whole = Register(base) if is_special(base) else None
         if isinstance(whole, Register) and _SELECTOR.fullmatch(component):
             return Register(f"{whole.name}.{component}")
         index = _COMPONENTS.get(component)
@@ -195,8 +222,9 @@ class Scopes:
 
     def _unique(self, name: str, suffix: str | None = None) -> str:
         suffix = self._scopes[-1].suffix if suffix is None else suffix
-        if not suffix and name in self._module_names:
-            return f"{name}{_SEPARATOR}0"
+        # A special register that is read before a declaration takes its name keeps its own.
+        if not suffix and (name in self._module_names or is_special(name)):
+            return f"{name}{SEPARATOR}0"
         return f"{name}{suffix}"
 
     def _register(self, unique: str, type_: str, vector: int) -> Operand:
@@ -380,6 +408,13 @@ class FunctionBuilder:
             return found
         if opcode is not None and _parts(opcode)[0] in _BRANCHES and not token.startswith("%"):
             raise MisreadError(f"the label {token} does not exist in this scope or in one around it", token)
+        if self._scopes.hides_special(token):
+            whole = token.partition(".")[0]
+            raise MisreadError(
+                f"{token} is no component of the {whole} declared here, which hides the special register {whole}; "
+                "declare it under another name",
+                token,
+            )
         raise MisreadError(
             f"{token} is not declared: no register, variable, parameter, function or label of that name is seen here",
             token,

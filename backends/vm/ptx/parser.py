@@ -10,7 +10,7 @@ from lark import Lark, Token, UnexpectedCharacters, UnexpectedInput, UnexpectedT
 
 from backends.vm.ptx import plain
 from backends.vm.ptx.ast import Function, Module, Variable
-from backends.vm.ptx.functions import FunctionBuilder, Scopes
+from backends.vm.ptx.functions import FunctionBuilder, Scopes, check_unreserved, is_special
 from backends.vm.ptx.tree import MisreadError, PtxSyntaxError, RawFunction, RawModule, RawVariable
 from backends.vm.ptx.tree_builder import TreeBuilder
 from backends.vm.ptx.variables import declare
@@ -134,6 +134,7 @@ class _ModuleBuilder:
     def _declare_variables(self, raw: RawVariable) -> None:
         for declarator in raw.declarators:
             name = str(declarator.name)
+            _check_of_module(declarator.name)
             known = self._variables.get(name)
             if name in self._functions:
                 raise MisreadError(f"{name} is declared twice, first as a function", declarator.name)
@@ -146,6 +147,7 @@ class _ModuleBuilder:
 
     def _declare_function(self, raw: RawFunction) -> None:
         name = str(raw.name)
+        _check_of_module(raw.name)
         known = self._functions.get(name)
         defined = known is not None and "extern" not in known.directives
         if name in self._variables or (defined and raw.body is not None):
@@ -153,6 +155,13 @@ class _ModuleBuilder:
         self._names.add(name)
         if not defined:
             self._functions[name] = FunctionBuilder(self._text, Scopes(self._names)).build(raw)
+
+
+def _check_of_module(name: Token) -> None:
+    """MisreadError for a name that only a function may declare anew, or nobody."""
+    check_unreserved(name, str(name))
+    if is_special(name):
+        raise MisreadError(f"{name} is declared in the module, but it is a special register; choose another name", name)
 
 
 def _unexpected(error: UnexpectedInput, text: str, name: str) -> PtxSyntaxError:
@@ -173,7 +182,17 @@ def _unexpected(error: UnexpectedInput, text: str, name: str) -> PtxSyntaxError:
         seen, expected = "the text ends", ()
     if text.startswith("/*", error.pos_in_stream or 0):
         return PtxSyntaxError("a comment begins here and has no end", name, line, column)
-    return PtxSyntaxError(f"{seen} where {_one_of(expected)} should", name, line, column)
+    open_line = _unended(text, line or 0, column or 0) if "END" in expected else 0
+    ends = f"; line {open_line} ends without a ';'" if open_line else ""
+    return PtxSyntaxError(f"{seen} where {_one_of(expected)} should{ends}", name, line, column)
+
+
+def _unended(text: str, line: int, column: int) -> int:
+    """The line above with the end of an unfinished statement, if the place (from 1) begins a line of code; else 0."""
+    lines = text.split("\n")[:line]
+    if not lines or lines[-1][: column - 1].strip():
+        return 0
+    return next((number for number in range(line - 1, 0, -1) if lines[number - 1].partition("//")[0].strip()), 0)
 
 
 def _shown(seen: str) -> str:

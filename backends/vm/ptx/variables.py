@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 
+from backends.vm.faults import counted
 from backends.vm.ptx.ast import Immediate, InitialAddress, Variable
 from backends.vm.ptx.tree import MisreadError, RawDeclarator, RawInitial, RawInitialAddress, RawInitialList, RawVariable
 
@@ -103,7 +104,7 @@ class _Initialiser:
         for extent in shape[1:]:
             stride *= extent
         if len(item.items) > shape[0]:
-            raise self._problem(f"{len(item.items)} items initialise an array of {shape[0]}")
+            raise self._problem(f"{counted(len(item.items), 'item')} for an array of {shape[0]}")
         for index, each in enumerate(item.items):
             self._fill(each, at + index * stride, shape[1:])
 

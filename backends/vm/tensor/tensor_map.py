@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NoReturn
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, counted
 from backends.vm.tensor.swizzle import Swizzle
 
 MAX_RANK = 5
@@ -154,14 +154,14 @@ def _refuse(what: str) -> NoReturn:
 def _check_lengths(tensor_map: TensorMap) -> None:
     rank = tensor_map.rank
     if not 1 <= rank <= MAX_RANK:
-        _refuse(f"{rank} dimensions; 1 to {MAX_RANK} are possible")
+        _refuse(f"{counted(rank, 'dimension')}; 1 to {MAX_RANK} are possible")
     for name, values, wanted in (
         ("strides", tensor_map.strides, rank - 1),
         ("box", tensor_map.box, rank if tensor_map.im2col is None else 1),
         ("element_strides", tensor_map.element_strides, rank),
     ):
         if len(values) != wanted:
-            _refuse(f"{name} has {len(values)} entries; a map of {rank} dimensions needs {wanted}")
+            _refuse(f"{name} has {len(values)} entries; a map of {counted(rank, 'dimension')} needs {wanted}")
 
 
 CORNER_BITS = {3: 16, 4: 8, 5: 5}
@@ -172,7 +172,7 @@ MAX_PIXELS = 1024
 
 def _check_pixels(tensor_map: TensorMap, im2col: Im2col) -> None:
     if tensor_map.rank not in CORNER_BITS:
-        _refuse(f"{tensor_map.rank} dimensions; an im2col map has 3 to 5")
+        _refuse(f"{counted(tensor_map.rank, 'dimension')}; an im2col map has 3 to 5")
     if not 1 <= im2col.pixels <= MAX_PIXELS:
         _refuse(f"pixels is {im2col.pixels}; 1 to {MAX_PIXELS} are possible")
     half = 1 << CORNER_BITS[tensor_map.rank] - 1
@@ -219,7 +219,7 @@ def _check_box(tensor_map: TensorMap) -> None:
         _refuse(f"box[0] is {box[0]}; dtype {dtype} needs 128")
     inner = box[0] * tensor_map.element.smem_bits // 8
     if box[0] * tensor_map.element.bits % 128:
-        _refuse(f"box[0] is {box[0]} elements of {dtype}, {inner} bytes; it must be a multiple of 16 bytes")
+        _refuse(f"box[0] is {box[0]} elements of {dtype}, {counted(inner, 'byte')}; it must be a multiple of 16 bytes")
     span = tensor_map.swizzle.span
     if span and inner > span:
         _refuse(f"box[0] is {inner} bytes, wider than the {span} bytes of swizzle {tensor_map.swizzle.value}")
@@ -288,7 +288,7 @@ def decode_tensor_map(raw: bytes) -> TensorMap:
     low, high_strides, dims, step_word, box_word, pixel_word = words[0:4], words[4], words[5:10], *words[10:13]
     rank, pixels = (flags >> 4 & 7) + 1, bool(flags & 1)
     if rank > MAX_RANK:
-        raise _unusable(f"has {rank} dimensions in bits 70..68; at most {MAX_RANK} exist")
+        raise _unusable(f"has {counted(rank, 'dimension')} in bits 70..68; at most {MAX_RANK} exist")
     if pixels and rank < MIN_IM2COL_RANK:
         raise _unusable(f"is an im2col one (bit 64) of {rank} dimensions; those have {MIN_IM2COL_RANK} or more")
     if flags >> 11 & 3:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, counted
 from backends.vm.numerics import half
 from backends.vm.numerics.f32 import canonical
 from backends.vm.tensor.swizzle import PATTERN_BYTES, UNIT_BYTES, IntArray, Swizzle, swizzled
@@ -75,7 +75,7 @@ def plan_box(
     if len(coordinates) != tensor_map.rank:
         raise Fault(
             "tensor-coordinates",
-            f"{len(coordinates)} coordinates are given for a tensor map of {tensor_map.rank} dimensions",
+            f"{counted(len(coordinates), 'coordinate')} for a tensor map of {counted(tensor_map.rank, 'dimension')}",
         )
     if tensor_map.im2col is not None:
         raise Fault("tensor-map", "a copy of a tile with an im2col map; the map and the copy must be of one mode")
@@ -145,7 +145,8 @@ def plan_gather4(
         raise Fault(
             "tensor-map",
             f"gather4 and scatter4 move {GATHER_ROWS} rows of a 2-dimensional map whose box has 1 row; here the map "
-            f"has {tensor_map.rank} dimensions, the box {tensor_map.box}, and {len(rows)} rows are named",
+            f"has {counted(tensor_map.rank, 'dimension')}, the box {tensor_map.box}, and {counted(len(rows), 'row')} "
+            "are named",
         )
     return _plan(tensor_map, column, np.array(rows, dtype=np.int64)[:, None], smem_address, direction)
 

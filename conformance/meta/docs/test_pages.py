@@ -9,6 +9,8 @@ from textwrap import indent
 
 import pytest
 
+from backends.vm.rules import FAMILIES
+from backends.vm.rules import RULES as MACHINE_RULES
 from conformance import ROOT
 from conformance.meta.docs.on_device import report
 from conformance.meta.docs.pages import SCHEDULES, outcome, pages, patched, trials
@@ -52,6 +54,14 @@ def test_a_rule_s_page_shows_its_rules(path: Path) -> None:
     assert any(not trial.said for trial in trials(path)), "no cure is shown"
     headings = re.findall(r"^## (.*)$", path.read_text("utf-8"), re.MULTILINE)
     assert {"What goes wrong", "How to mend it", "Public bugs"} <= set(headings)
+
+
+def test_a_finding_names_the_page_that_names_its_rule() -> None:
+    assert {f"docs/rules/{page}.md" for page in FAMILIES} == {str(path.relative_to(ROOT)) for path in RULES}
+    for rule in MACHINE_RULES.values():
+        named = [path for path in RULES if rule.slug in _named(path)]
+        led = ROOT / rule.page
+        assert led in named or (led.name == "README.md" and not named), f"{rule.slug} leads to {led}, not to {named}"
 
 
 def test_the_table_leads_to_every_page_and_has_every_rule_of_them() -> None:

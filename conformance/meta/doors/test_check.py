@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import cast
@@ -74,7 +75,11 @@ def kernel(tmp_path: Path) -> Path:
 
 
 def test_every_instruction_must_have_a_meaning(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _check(capsys, kernel) == (0, f"{kernel}: fill: 2 parameters; every instruction has a meaning on sm_100a\n")
+    bound = f"{kernel}: fill: 2 parameters; every instruction has a meaning on sm_100a\n"
+    status, said = _check(capsys, kernel)
+    assert (status, said.startswith(bound), "it was only read; --entry NAME launches" in said) == (0, True, True), said
+    kernel.write_text(GOOD.replace(", .param .u32 n", "").replace("ld.param.u32 %r1, [n]", "mov.u32 %r1, 3"))
+    assert "fill: 1 parameter;" in _check(capsys, kernel)[1]
     kernel.write_text(GOOD.replace("setp.ge", "setp.gremlin"))
     status, said = _check(capsys, kernel)
     assert status == 1
@@ -87,8 +92,30 @@ def test_a_launch_holds_the_schedules_against_each_other(kernel: Path, capsys: p
     status, said = _check(capsys, kernel, "--entry", "fill", "--arg", "u32[100]", "--arg", "101")
     assert (status, "out-of-bounds" in said) == (1, True), said
     kernel.write_text(RACE)
-    status, said = _check(capsys, kernel, "--entry", "race", "--block", "64", "--arg", "u32[1]")
+    asked = ("--entry", "race", "--block", "64", "--arg", "u32[1]")
+    status, said = _check(capsys, kernel, *asked)
     assert status == 1, f"a race goes unseen: {said}"
+    for part in (
+        "address: 0x400 of the CTA's shared memory is byte 0 of `cell`",
+        "read more: docs/rules/races.md",
+        "found 5 times under eager, lazy, late_cta:0, late_warp:0, random:0;",
+    ):
+        assert part in said, f"{part!r} is not in {said}"
+    assert "under late_warp:0, random:0;" in said, "the stored value is undefined only if warp 0 comes late"
+    line = RACE[: RACE.index("ld.shared")].count("\n") + 1
+    assert said.count("may follow from") == 1, "only the undefined value may follow from something"
+    assert f"may follow from: [race] at PTX line {line}" in said.partition("[uninitialised-shared]")[2], said
+    moved = RACE.replace(".shared .u32 cell;", ".shared .u32 row[2];").replace("[cell]", "[row+4]")
+    kernel.write_text(moved)
+    assert "0x404 of the CTA's shared memory is byte 4 of `row`" in _check(capsys, kernel, *asked)[1]
+    kernel.write_text(
+        RACE.replace(".shared .u32 cell;", ".shared .u32 a;")
+        .replace("[cell]", "[rows+8]")
+        .replace(".visible", ".extern .shared .align 128 .b8 rows[];\n.visible")
+    )
+    assert (
+        "0x488 of the CTA's shared memory is byte 8 of the dynamic" in _check(capsys, kernel, *asked, "--smem", 64)[1]
+    )
 
 
 # Each CTA or warp draws a number, and WHO keeps it. No rule is broken, but the order decides who gets which.
@@ -238,6 +265,19 @@ def test_input_that_cannot_be_used_is_said(
     assert sentence in said
 
 
+@pytest.mark.parametrize("launch", [(), ("--entry", "fill", "--arg", "u32[4]", "--arg", "4")])
+def test_a_file_for_another_target_is_refused_and_the_target_is_named(
+    launch: tuple[str, ...], kernel: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel.write_text(GOOD.replace(".target sm_100a", ".target sm_90a"))
+    status, said = _check(capsys, kernel, *launch)
+    assert (status, "the PTX is for sm_90a" in said, "--target sm_90a" in said) == (2, True, True), said
+    assert _check(capsys, kernel, *launch, "--target", "sm_90a")[0] == 0
+    kernel.write_text(GOOD.replace(".target sm_100a", ".target sm_120a"))
+    status, said = _check(capsys, kernel, *launch)
+    assert (status, "compile it for sm_100a\n" in said) == (2, True), said
+
+
 @pytest.mark.parametrize("launch", [(), ("--entry", "fill")])
 def test_a_file_that_cannot_be_read_is_named_once(
     launch: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -301,6 +341,16 @@ def test_the_guide_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> No
     of_pytest = {"--full-trace"}
     for option in sorted(set(re.findall(r"--[a-z][a-z-]+", GUIDE)) - of_pytest):
         assert option in said or f'"{option}"' in plugin, f"the guide names {option}, which is no option"
+
+
+def test_the_command_of_readme_for_plain_ptx_runs(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = re.findall(r"^megamoe check (kernel\.ptx .*)$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    words = shlex.split(line, comments=True)
+    named = {"kernel.ptx": str(kernel), "NAME": "fill"}
+    ptx = GOOD.replace("sm_100a", words[words.index("--target") + 1]).replace(", .param .u32 n", "")
+    kernel.write_text(ptx.replace("ld.param.u32 %r1, [n]", "mov.u32 %r1, 128"))
+    status, said = _check(capsys, *(named.get(word, word) for word in words))
+    assert (status, "fill: no rule broken" in said) == (0, True), said
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -313,6 +313,10 @@ def test_the_page_about_split_stores_tells_what_happens(tmp_path: Path) -> None:
             ["--megamoe-vm", "sm_90a", "--megamoe-findings", "/dev/null/f.json"],
             "cannot write findings to /dev/null/f.json",
         ),
+        (["--megamoe-vm", "sm_90a", "--megamoe-profile", "x"], "ERROR: --megamoe-profile: there is no profile 'x'"),
+        (["--megamoe-vm", "sm_90a", "--megamoe-findings", "f.csv"], "ERROR: --megamoe-findings: f.csv: the name"),
+        (["--megamoe-vm", "sm_90a", "--megamoe-suppress", "x.yaml"], "ERROR: --megamoe-suppress: x.yaml: there is"),
+        (["--megamoe-vm", "sm_90a", "--megamoe-schedule", "x"], "ERROR: --megamoe-schedule: no schedule"),
         (["--megamoe-profile", "strict"], "--megamoe-profile does nothing without --megamoe-vm TARGET"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import subprocess
 import sys
@@ -287,12 +288,13 @@ def _args() -> list[object]:
 
 
 REFUSED: list[tuple[str, Callable[[Device], object], str]] = [
-    ("no entry", lambda vm: vm.launch(SCALE, "scal", 1, 1), "no entry 'scal'; its entries are: scale"),
-    ("too few", lambda vm: vm.launch(SCALE, "scale", 1, 1, 3), r"takes 5 arguments \(.u64 y, .*\); 1 were given"),
+    ("no entry", lambda vm: vm.launch(SCALE, "scal", 1, 1), "no entry 'scal'; its entries are: scale; did you mean"),
+    ("too few", lambda vm: vm.launch(SCALE, "scale", 1, 1, 3), r"takes 5 arguments \(.u64 y, .*\) and is given 1"),
     ("a word", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:2], "3", 0, None), r"argument 2 .*cannot be '3'"),
     ("half", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:3], 0.5, None), r"argument 3 .*cannot be 0\.5"),
     ("large", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:3], 1 << 16, None), "argument 3 .*cannot be 65536"),
     ("not a pointer", lambda vm: vm.launch(SCALE, "scale", 1, 1, 0.5, *_args()[1:]), r"argument 0 .*cannot be 0\.5"),
+    ("not a pointer's", lambda vm: vm.launch(SCALE, "scale", 1, 1, 3.5, *_args()[1:]), "or, for a pointer, an array"),
     ("null", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:2], None, 0, None), "argument 2 .*is no pointer"),
     ("bytes", lambda vm: vm.launch(STRUCT, "second", 1, 1, None, b"12"), "given bytes, which makes 2 bytes"),
     ("number", lambda vm: vm.launch(STRUCT, "second", 1, 1, None, 12), "is a struct; give its bytes, not 12"),
@@ -318,6 +320,15 @@ def test_what_the_machine_lacks_is_said() -> None:
         Device("sm_80")
     with pytest.raises(UnsupportedError, match=r"foo\.bar"):
         Device("sm_100a").launch(SCALE.replace("mul.f32", "foo.bar"), "scale", 1, 1, *_args())
+
+
+def test_a_file_that_cannot_be_launched_is_named(tmp_path: Path) -> None:
+    (file := tmp_path / "scale.ptx").write_text(SCALE.replace("mul.f32", "mul.f32 mul"))
+    with pytest.raises(LaunchRefusedError, match=re.escape(f"{file}, line ")):
+        Device("sm_100a").launch(file, "scale", 1, 1, *_args())
+    file.write_text(SCALE.replace("mul.f32", "mull.f32"))
+    with pytest.raises(UnsupportedError, match=re.escape(f"{file}, PTX line ") + ".*did you mean `mul`"):
+        Device("sm_100a").launch(str(file), "scale", 1, 1, *_args())
 
 
 def test_ptx_for_an_older_gpu_runs(vm: Device) -> None:

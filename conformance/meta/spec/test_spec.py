@@ -13,8 +13,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance import ROOT
 from conformance.kernels.laws.strategies import drawing_of
 from megamoe.contract import AxisValue, Case
+from megamoe.contract.known_names import nearest, nearest_of
 from megamoe.spec.case_space import Axis
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import SpecError
@@ -102,8 +104,11 @@ def test_case_answers_in_sentences() -> None:
 @pytest.mark.parametrize(
     ("case_id", "sentence"),
     [
-        ("fmha", "does not begin with 'fmha:'"),
-        ("moe:hd=64", "does not begin with 'fmha:'"),
+        (
+            "fmha",
+            "'fmha' is no case id of fmha: write fmha:hd=...,t=...,s_k=..., as `megamoe list --op fmha` prints them",
+        ),
+        ("moe:hd=64", "'moe:hd=64' is no case id of fmha: write fmha:"),
         ("fmha:", "not of the form axis=value"),
         ("fmha:hd=64,t=1", "s_k must be given"),
         ("fmha:hd=64,t=1,s_k=128,", "not of the form axis=value"),
@@ -261,6 +266,15 @@ def test_unknown_name_is_refused_with_the_nearest(ask, sentence: str) -> None:
         ask()
     assert sentence in str(caught.value)
     assert str(FMHA.file) in str(caught.value)
+
+
+def test_one_function_says_which_name_was_meant() -> None:
+    sources = [path for path in (ROOT / "megamoe").rglob("*.py") if "get_close_matches" in path.read_text("utf-8")]
+    assert [path.name for path in sources] == ["known_names.py"]
+    assert nearest("smok", ["full", "smoke"]) == "; did you mean 'smoke'?"
+    assert nearest_of("zzz", ["full"]) == "; known: full"
+    many = [f"rule-{number}" for number in range(99)]
+    assert nearest_of("rul-7", many, "README.md") == "; did you mean 'rule-7'? README.md lists all 99"
 
 
 def test_specs_are_read_without_torch() -> None:

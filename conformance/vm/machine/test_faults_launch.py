@@ -83,15 +83,16 @@ def test_declared_block_sizes_are_kept() -> None:
 
 def test_parameters_must_fit_the_entry() -> None:
     module = load(PLAIN.ptx)
-    with pytest.raises(LaunchError, match="kernel takes 1 parameters, 2 were given"):
+    with pytest.raises(LaunchError, match="kernel takes 1 parameter and is given 2"):
         Machine().launch(module.entry("kernel"), (1, 1, 1), (32, 1, 1), [bytes(8), bytes(8)])
-    with pytest.raises(LaunchError, match="parameter `p_out` has 8 bytes, 4 were given"):
+    with pytest.raises(LaunchError, match="parameter `p_out` has 8 bytes and is given 4"):
         Machine().launch(module.entry("kernel"), (1, 1, 1), (32, 1, 1), [bytes(4)])
     with pytest.raises(LaunchError, match="no entry 'kernl'; its entries are: kernel"):
         Machine().launch(module.entry("kernl"), (1, 1, 1), (32, 1, 1), [bytes(8)])
 
 
 UNKNOWN = {
+    "an opcode that is spelt wrong": ("xorr.b32 %r1, %r2;", "the opcode `xorr`; did you mean `xor`?"),
     "an opcode": ("frobnicate.b32 %r1, %r2;", "does not know the opcode `frobnicate`"),
     "a modifier": (
         "add.rx.f32 %f1, %f2, %f3;",

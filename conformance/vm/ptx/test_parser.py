@@ -101,6 +101,14 @@ def test_unique_names_never_meet_a_name_of_the_text() -> None:
     assert len(set(names)) == 4, f"four registers became {names}"
 
 
+def test_a_declaration_hides_a_special_register_where_it_is_seen() -> None:
+    statements = "mov.u32 %r0, %laneid; .reg .b32 %laneid; mov.u32 %laneid, 1; .reg .v4 .b32 %tid; mov.u32 %r0, %tid.x;"
+    before, after, component = (each.operands for each in body(statements).instructions)
+    assert before[1] == Register("%laneid"), "ptxas reads the special register before the declaration"
+    assert after[0] != before[1]
+    assert component[1] != Register("%tid.x"), "the component is that of the declared vector"
+
+
 def test_every_name_that_instructions_use_is_declared() -> None:
     for path in PTX:
         module = parse(path.read_text(encoding="utf-8"))

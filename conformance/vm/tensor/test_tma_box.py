@@ -248,7 +248,7 @@ def test_bad_coordinates_and_addresses_are_faults() -> None:
     plain, narrow = tensor_map(matrix((64, 16), (0, 0))), tensor_map(matrix((64, 1), (0, 0)))
     with pytest.raises(Fault, match=r"coordinate 0 is 3, 6 bytes of u16; it must be a multiple of 16 bytes"):
         plan_box(plain, (3, 0), SMEM_BASE)
-    with pytest.raises(Fault, match=r"3 coordinates are given for a tensor map of 2 dimensions"):
+    with pytest.raises(Fault, match=r"3 coordinates for a tensor map of 2 dimensions"):
         plan_box(plain, (0, 0, 0), SMEM_BASE)
     with pytest.raises(Fault, match=r"shared address 0x440 .* not a multiple of 128 bytes"):
         plan_box(plain, (0, 0), 0x440)
