@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 
 from megamoe import CHECKOUT
 from megamoe.contract import Row
-from megamoe.records.files import newest_records, read_records
+from megamoe.records.files import newest_records, read_records, record_files_of
 from megamoe.records.lines import MAX_NAME, MAX_SHARDS, Shard
 from megamoe.spec.selection import Selection, SelectionError
 
@@ -155,6 +155,6 @@ def cost_of(rows: Iterable[Row], folder: Path = TRACKED) -> dict[Row, float]:
 @cache
 def _recorded(folder: Path) -> dict[Row, float]:
     """Host seconds of every row that has a record in `folder`; the newest record counts."""
-    files = map(read_records, sorted(folder.glob("*.jsonl")))
+    files = map(read_records, record_files_of(folder))
     found = newest_records(files, lambda record: bool(record.judge_host_seconds) and record.status == "passed")
     return {row: record.judge_host_seconds or 0.0 for row, record in found.items()}

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 ABOUT = "Run mutants of programs, or write a table of them. A call that is repeated goes on where the record ends."
-RUNS = Path("results/runs/mutants.jsonl")
+RUNS = Path("results/mutants/campaign.jsonl")
 """Where a campaign writes without `--record`."""
 
 

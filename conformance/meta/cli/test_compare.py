@@ -281,6 +281,15 @@ def test_what_a_revision_does_not_track_is_refused(checkout: Path, name: str) ->
         read_side(name)
 
 
+def test_a_tracked_file_of_another_kind_is_no_side(checkout: Path) -> None:
+    """results/ tracks records of mutants and witnesses, too."""
+    (checkout / "results" / "mutants.jsonl").write_text('{"command": "--sync all", "planned": 2}\n')
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-q", "-m", "a campaign")
+    with pytest.raises(ComparisonError, match="tracks no record file at results"):
+        read_side("HEAD:results")
+
+
 def test_outside_of_a_checkout_there_are_no_revisions(tmp_path: Path) -> None:
     with pytest.raises(ComparisonError, match="is no git revision here"):
         read_side("HEAD", tmp_path)
