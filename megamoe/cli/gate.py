@@ -30,7 +30,7 @@ from megamoe.cli.options import (
 from megamoe.cli.run import Conducted, How, conduct, end_if_cut_short, plan_of, selection_in
 from megamoe.cli.terminal import console, print_verdict
 from megamoe.contract import Row
-from megamoe.gate.accept import Seen, rows_matching, seen_in, take
+from megamoe.gate.accept import Seen, glob_of, rows_matching, seen_in, take
 from megamoe.gate.baseline import VM_BASELINE, Baseline, baseline_for, read_baseline, sole_writer, write_baseline
 from megamoe.gate.counters import Claim, against_baseline
 from megamoe.gate.evidence import checked
@@ -116,8 +116,9 @@ def gate(
     if verdict.passed:
         told = open_line(verdict, held, evidence.records, evidence.figures)
         out.print(told, style="bold green", markup=False, highlight=False, soft_wrap=True)
-    if len({finding.row for finding in verdict.findings if finding.accept}) > 1:
-        out.print(f"All of these at once: {command('--all-of', '*')}", markup=False)
+    changed = {finding.row for finding in verdict.findings if finding.accept and finding.row}
+    if len(changed) > 1:
+        out.print(f"All of these at once: {command('--all-of', glob_of(changed))}", markup=False)
     if junit is not None:
         from megamoe.export.junit import write_junit
 

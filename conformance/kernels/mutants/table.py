@@ -228,7 +228,7 @@ def _sum(what: str, found: Sequence[Outcome], equal: set[str]) -> str:
     killed, same = sum(one.killed for one in found), sum(one.id in equal for one in found)
     share = f" ({killed / (len(found) - same):.1%})" if len(found) > same else ""
     every = counted(len(found), "mutant")
-    return f"{what}: {every}, {same} equivalent; {killed} of the other {len(found) - same} killed{share}."
+    return f"{what}: {every}, {same:,} equivalent; {killed:,} of the other {len(found) - same:,} killed{share}."
 
 
 def _by_smoke(found: Sequence[Outcome], equal: set[str]) -> list[str]:
@@ -247,7 +247,7 @@ def _by_smoke(found: Sequence[Outcome], equal: set[str]) -> list[str]:
     more = f"; {counted(left, 'other', 'has', 'have')} not run there, so the share is {least} to {most}" if left else ""
     return [
         "Rows of the profile smoke alone, with the counters that the gate compares for them, kill "
-        f"{killed} of {len(asked)} that are not equivalent{share}{more}."
+        f"{killed:,} of {len(asked):,} that are not equivalent{share}{more}."
     ]
 
 
