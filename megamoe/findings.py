@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path, PurePath
 from typing import Any, Literal, cast, get_args
 
+from megamoe.contract.counted import counted
 from megamoe.contract.machine import AccessLike, FaultLike, Grade, SourceLike
 
 Profile = Literal["strict", "default", "lenient"]
@@ -351,7 +352,7 @@ class Ledger:
         """How many findings there are, and how many of them count."""
         count, failing = len(self.findings), len(self.failing)
         of_them = f"{failing} of them count{'s' * (failing == 1)} in the profile {self.profile}"
-        return f"{count} finding{'s' * (count != 1)}, {of_them}"
+        return f"{counted(count, 'finding')}, {of_them}"
 
     @property
     def stale(self) -> list[Suppression]:

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megamoe.contract.backend import UnsupportedError, open_machine
+from megamoe.contract.counted import counted
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, Parameter, PixelBox, Stretch
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
@@ -180,20 +181,20 @@ class Device:
             module = module_of(ptx) if new else ""
             found = [KernelFinding.of(one, origin, module) for one in new]
             fresh = self.ledger.take(found)
-        counted = [one for one in found if self.ledger.counts(one)]
+        failing = [one for one in found if self.ledger.counts(one)]
         for one in fresh:
-            if one not in counted and self.ledger.suppression_of(one) is None:
+            if one not in failing and self.ledger.suppression_of(one) is None:
                 self.reported(one)
-        if stop is None and not counted:
+        if stop is None and not failing:
             return
-        if stop is not None and not counted:
+        if stop is not None and not failing:
             for tell in ON_FAULT:
                 tell(stop)
             raise stop
-        first = next((one for one in counted if one.ends), counted[0])
-        others = len(counted) - (first in counted)
+        first = next((one for one in failing if one.ends), failing[0])
+        others = len(failing) - (first in failing)
         told = first.sentence + (f"; the other access: {first.other}" if first.other and first.other.source else "")
-        more = f" (and {others} more finding{'s' * (others > 1)} that count{'s' * (others == 1)})" if others else ""
+        more = f" (and {counted(others, 'more finding')} that count{'s' * (others == 1)})" if others else ""
         fault = KernelFault(f"{told}{more}", first.rule, found)
         for tell in ON_FAULT:
             tell(fault)
@@ -461,7 +462,7 @@ def _dim3(what: str, sizes: Size) -> Dim3:
     if not all(isinstance(size, Integral) for size in given):
         raise LaunchRefusedError(f"{what} is {sizes!r}; it must be a number of whole units, or one to three of them")
     if not 1 <= len(given) <= 3:
-        raise LaunchRefusedError(f"{what} has {len(given)} sizes; one to three are possible")
+        raise LaunchRefusedError(f"{what} has {counted(len(given), 'size')}; one to three are possible")
     x, y, z = (int(size) for size in (*given, 1, 1)[:3])
     return x, y, z
 
@@ -496,9 +497,13 @@ def plain_name(mangled: str) -> str:
 def _encoded(entry: str, parameters: Sequence[Parameter], args: Sequence[object], reached: Reached) -> list[bytes]:
     if len(parameters) != len(args):
         wanted = ", ".join(f".{one.type} {one.name}" for one in parameters)
-        raise LaunchRefusedError(f"{entry} takes {len(parameters)} arguments ({wanted}); {len(args)} were given")
+        raise LaunchRefusedError(
+            f"{entry} takes {counted(len(parameters), 'argument')} ({wanted}); {len(args)} were given"
+        )
     return [
-        _parameter(f"argument {index} of {entry} (.{one.type} {one.name}, {one.size} bytes)", one, arg, reached)
+        _parameter(
+            f"argument {index} of {entry} (.{one.type} {one.name}, {counted(one.size, 'byte')})", one, arg, reached
+        )
         for index, (one, arg) in enumerate(zip(parameters, args, strict=True))
     ]
 
@@ -517,7 +522,7 @@ def _parameter(what: str, parameter: Parameter, arg: object, reached: Reached) -
     if arg is None and len(raw) != parameter.size:
         raise LaunchRefusedError(f"{what} is no pointer, and is given None, a null pointer of 8 bytes")
     if len(raw) != parameter.size:
-        raise LaunchRefusedError(f"{what} is given {type(arg).__name__}, which makes {len(raw)} bytes")
+        raise LaunchRefusedError(f"{what} is given {type(arg).__name__}, which makes {counted(len(raw), 'byte')}")
     return raw
 
 

@@ -15,6 +15,7 @@ import typer
 from megamoe.cli.options import AskedLaunch, Sought, with_options
 from megamoe.cli.terminal import complain, console
 from megamoe.contract import TARGETS, UnsupportedError
+from megamoe.contract.counted import counted
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
 from megamoe.export.findings import CheckedRun, Format, read_findings, rendered
@@ -161,7 +162,8 @@ def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None
                 with sentences(device.machine):
                     device.machine.bind(ptx, name)
                 checked.said.append(
-                    f"{kernel}: {name}: {len(parameters)} parameters; every instruction has a meaning on {target}"
+                    f"{kernel}: {name}: {counted(len(parameters), 'parameter')}; every instruction "
+                    f"has a meaning on {target}"
                 )
             except UnsupportedError as unknown:
                 checked.failures.append(f"{kernel}: {name}: {unknown}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from megamoe.contract import STATUSES, Row, Status
+from megamoe.contract.counted import counted
 from megamoe.gate.baseline import BASELINES, Baseline
 from megamoe.gate.expected import Expectation
 from megamoe.records.keys import Key, worst
@@ -178,16 +179,16 @@ def open_line(
     """
     passed = {record.row: record for record in records if record.status == "passed" and record.row in verdict.records}
     if baseline is None:
-        return f"the gate is open: {_number(len(passed), 'row')} passed, held against no baseline"
+        return f"the gate is open: {counted(len(passed), 'row')} passed, held against no baseline"
     held = {row: record for row, record in passed.items() if row in baseline.records}
     counters = sum(len({*record.counters} | {*baseline.records[row].counters}) for row, record in held.items())
-    what = f"{_number(len(held), 'row')}, {_number(counters, 'counter')} and "
-    what += _number(_compiler_figures(baseline, held, figures), "compiler figure")
+    what = f"{counted(len(held), 'row')}, {counted(counters, 'counter')} and "
+    what += counted(_compiler_figures(baseline, held, figures), "compiler figure")
     where = _shown(baseline.path)
     differs = any(finding.kind == "renew" for finding in verdict.findings)
     told = f"{what} were held against {where}, see what differs above" if differs else f"{what} are as in {where}"
     without = len(passed) - len(held)
-    return f"the gate is open: {told}" + (f"; {_number(without, 'row')} passed without a line there" if without else "")
+    return f"the gate is open: {told}" + (f"; {counted(without, 'row')} passed without a line there" if without else "")
 
 
 def _compiler_figures(baseline: Baseline, rows: Iterable[Row], figures: Iterable[Figures]) -> int:
@@ -195,10 +196,6 @@ def _compiler_figures(baseline: Baseline, rows: Iterable[Row], figures: Iterable
     keyed = ((Key.of(line), line) for line in figures)
     found = {key: line for key, line in keyed if key.program in programs and key in baseline.figures}
     return sum(len(numbers) for line in found.values() for numbers in line.kernels.values())
-
-
-def _number(count: int, name: str) -> str:
-    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def _shown(path: Path) -> str:

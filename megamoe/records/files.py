@@ -22,6 +22,7 @@ from typing import Annotated, cast, get_args
 from pydantic import Field, TypeAdapter, ValidationError
 
 from megamoe.contract import Row
+from megamoe.contract.counted import counted
 from megamoe.contract.plain import not_plain, plain_bytes
 from megamoe.contract.scratch import unfinished
 from megamoe.records.lines import (
@@ -151,7 +152,9 @@ class RecordWriter:
             raise RecordError(f"cannot append to {self.path}: {error.strerror}") from error
         if written != len(data):
             self._take_back(before)
-            raise RecordError(f"{self.path} took {written} of a line's {len(data)} bytes: the disk is probably full")
+            raise RecordError(
+                f"{self.path} took {written} of a line's {counted(len(data), 'byte')}: the disk is probably full"
+            )
 
     def _take_back(self, size: int) -> None:
         """Truncates a partial line, so that the file is whole and the run can resume once there is room."""
@@ -253,7 +256,7 @@ def parse_records(path: Path, data: bytes) -> RecordFile:
     *whole, tail = data.split(b"\n")
     torn = None
     if tail:
-        torn = f"{path}, line {len(whole) + 1} is torn ({len(tail)} bytes without a newline) and was ignored"
+        torn = f"{path}, line {len(whole) + 1} is torn ({counted(len(tail), 'byte')} without a newline) and was ignored"
     lines = tuple(_parse_line(path, number, text) for number, text in enumerate(whole, 1))
     newer = {line.run for line, text in zip(lines, whole, strict=True) if _of_this_version(text)}
     return RecordFile(path, lines, torn, frozenset({line.run for line in lines} - newer))

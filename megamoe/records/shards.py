@@ -20,6 +20,7 @@ from typing import Final, TypeVar
 
 from megamoe import CHECKOUT
 from megamoe.contract import Row
+from megamoe.contract.counted import counted
 from megamoe.records.files import newest_records, read_records, record_files_of
 from megamoe.records.lines import MAX_NAME, MAX_SHARDS, Shard
 from megamoe.spec.selection import Selection, SelectionError
@@ -95,7 +96,9 @@ def cut(rows: Sequence[Row], count: int, seconds: Mapping[Row, float]) -> Cut:
         costs[_group(row)] = costs.get(_group(row), 0.0) + seconds[row]
     if len(costs) < count:
         what = "groups of rows of one case, target and executor" if len(costs) < len(rows) else "rows"
-        raise SelectionError(f"{len(costs)} {what} cannot be cut into {count} shards: give at most {len(costs)}")
+        raise SelectionError(
+            f"{len(costs)} {what} cannot be cut into {counted(count, 'shard')}: give at most {len(costs)}"
+        )
     capacity = _fair_share(sorted(costs.values(), reverse=True), count) * SLACK
     loads, placed = [0.0] * count, dict[str, int]()
     for group in sorted(costs, key=lambda group: (-costs[group], group)):

@@ -323,7 +323,7 @@ def test_times_of_a_device_go_into_its_own_baseline(
         for line in (gated().model_copy(update={"device": H200}), judged(row), cold, hot, compiled(row), peer):
             writer.append(line)
     assert main(["accept", "--from", "run.jsonl", "--all-of", "*", "--reason", "the first times"]) == 0
-    assert "left out: 1 rows that are unsupported" in capsys.readouterr().out
+    assert "left out, as unsupported where it was run: 1 row" in capsys.readouterr().out
     held = read_baseline(tmp_path / "baselines" / "h200.jsonl")
     assert [line.samples_us for line in held.timings.values()] == [cold.samples_us, hot.samples_us]
     assert {line.run for line in held.timings.values()} == set(held.headers), "times keep the device that took them"

@@ -451,7 +451,7 @@ def test_what_a_row_only_counts_is_told_of_a_backend_without_a_baseline(
     ]
     print_verdict(judge_run([record.row for record in records], records), records)
     out = " ".join(capsys.readouterr().out.split())
-    wanted = "1 rows passed with what a row does not fail on: mbarrier_inits_unfenced 12; see docs/rules/README.md"
+    wanted = "1 row passed with what a row does not fail on: mbarrier_inits_unfenced 12; see docs/rules/README.md"
     assert (wanted in out) is told, f"of {backend} the gate {'does not hold' if told else 'holds'} the counter: {out}"
 
 
