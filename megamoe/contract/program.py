@@ -25,7 +25,7 @@ MAX_PTX = 64 << 20
 
 def _check_size(ptx: str) -> None:
     if len(ptx) > MAX_PTX:
-        raise ValueError(f"a program has {counted(len(ptx), 'character')} of PTX; it may have {MAX_PTX} at most")
+        raise ValueError(f"a program has {counted(len(ptx), 'character')} of PTX; it may have {MAX_PTX:,} at most")
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,7 +321,7 @@ class _Builder:
         for axis, values in matrix.items():
             self._no_repeats((*path, axis), [spell(value) for value in values])
         if (cells := math.prod(len(values) for values in matrix.values())) > MAX_CELLS:
-            raise self.document.error(path, f"has {counted(cells, 'cell')}; a matrix has at most {MAX_CELLS}")
+            raise self.document.error(path, f"has {counted(cells, 'cell')}; a matrix has at most {MAX_CELLS:,}")
         for point in itertools.product(*matrix.values()):
             yield path, dict(zip(matrix, point, strict=True))
 

@@ -153,7 +153,7 @@ def read_text(file: Path) -> str:
     except OSError as error:
         raise SpecError(f"cannot be read: {error.strerror}", file=file) from None
     if len(data) > MAX_BYTES:
-        raise SpecError(f"is {counted(len(data), 'byte')} long; it may have at most {MAX_BYTES}", file=file)
+        raise SpecError(f"is {counted(len(data), 'byte')} long; it may have at most {MAX_BYTES:,}", file=file)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

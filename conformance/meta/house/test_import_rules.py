@@ -172,7 +172,7 @@ def allowed(room: str) -> frozenset[str]:
     return TABLE[room] if room in TABLE else TABLE[f"{room.rpartition('.')[0]}.*"]
 
 
-_LOOKED_AT = (ast.JoinedStr, 
+_LOOKED_AT = (ast.JoinedStr,
     ast.Import, ast.ImportFrom, ast.Call, ast.Attribute, ast.Subscript, ast.ClassDef, ast.FunctionDef,
     ast.AsyncFunctionDef,
 )  # fmt: skip
