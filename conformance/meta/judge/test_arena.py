@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megamoe.contract.counted import counted
 from megamoe.judge.arena import (
     ALIGNMENT,
     POISON,
