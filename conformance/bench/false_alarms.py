@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megamoe.diff.differ import Call, ComparedRow, ComparisonError, called, compare_runs
 from megamoe.diff.sides import Side, read_side
-from megamoe.records.files import write_file
+from megamoe.records.files import record_files_of, write_file
 from megamoe.records.keys import Key
 from megamoe.records.lines import AnyLine, RecordError, Timing
 from megamoe.spec.load import load_specs
@@ -62,7 +62,7 @@ class Tally:
 
 def measured(folder: Path, specs: Path | None = None) -> dict[str, object]:
     """The summary of all record files in `folder`. ComparisonError or RecordError if they cannot be compared."""
-    files = sorted(folder.glob("*.jsonl"))
+    files = record_files_of(folder)
     if len(files) < 2:
         raise ComparisonError(f"{folder} holds {len(files)} record files (*.jsonl); false alarms need at least 2")
     sides = [read_side(str(file)) for file in files]

@@ -15,6 +15,7 @@ import pytest
 
 from megamoe.contract import scratch
 from megamoe.contract.cache import MIN_KEY_BYTES, UserCache, user_cache
+from megamoe.contract.counted import counted
 from megamoe.contract.scratch import PREFIX, clear_abandoned, scratch_folder, unfinished
 
 GOOD, EVIL = b"what the user wrote", b"what somebody else wrote"
@@ -229,3 +230,8 @@ def test_what_is_renamed_stays(tmp_path: Path) -> None:
         part.write_text("whole")
         part.rename(tmp_path / "file")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
+
+
+def test_one_thing_is_no_things() -> None:
+    assert [counted(number, "row") for number in (0, 1, 2, 1024)] == ["0 rows", "1 row", "2 rows", "1,024 rows"]
+    assert [counted(number, "row", "is", "are") for number in (0, 1, 2)] == ["0 rows are", "1 row is", "2 rows are"]

@@ -48,6 +48,7 @@ from megamoe.contract import (
     Target,
     UnsupportedError,
 )
+from megamoe.contract.counted import counted
 from megamoe.judge.arena import Arena, is_cuda
 from megamoe.judge.comparison import Expected, compared, complaints, expected_of
 from megamoe.judge.figures import leave_program, program_sha256
@@ -509,7 +510,8 @@ class _CaseBench:
         candidate.conclude(
             "failed",
             f"{temperature}: a launch on inputs that it had not seen took {likely:.4g} times as long as one on those "
-            f"that it was timed on (median of {len(pairs)} pairs, {least}); at most {MAX_NEW_OVER_TIMED:g} times as "
+            f"that it was timed on (median of {counted(len(pairs), 'pair')}, {least}); at most "
+            f"{MAX_NEW_OVER_TIMED:g} times as "
             "long is believed: it recalls an earlier result, so that what was timed is not the work",
         )
 

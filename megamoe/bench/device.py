@@ -16,6 +16,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from megamoe.contract import DeviceFacts, Flush, HostProgram, Program, Temperature
+from megamoe.contract.counted import counted
 from megamoe.judge.arena import Arena, Lent, block_bytes, is_cuda, layouts_of, lent_block
 from megamoe.judge.guarded import Built
 from megamoe.runner import timed
@@ -72,7 +73,7 @@ class BoundCall:
         except ValidationError:
             taken = []
         if len(taken) != max(1, count):
-            raise RunnerFaultError(f"the stopwatch answered {len(taken)} samples, not {max(1, count)}", "")
+            raise RunnerFaultError(f"the stopwatch answered {counted(len(taken), 'sample')}, not {max(1, count)}", "")
         return taken
 
     def _ask(self, call: str, **told: object) -> Mapping[str, Any]:

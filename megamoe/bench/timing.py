@@ -27,6 +27,7 @@ from statistics import median, stdev
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from megamoe.contract import Row, Status, Temperature
+from megamoe.contract.counted import counted
 from megamoe.ops import reference
 from megamoe.records.lines import Timing
 
@@ -281,7 +282,7 @@ def _keep(series: Series, number: int, taken: Sequence[float], slow: str | None,
     if floor and strays > max(1.0, MAX_STRAYS * series.taken):
         sentence = (
             f"{series.temperature}: {min(taken):.4g} us is under the physical floor of {floor.us:.4g} us "
-            f"(by {floor.by}; {strays} of {series.taken} samples): a time "
+            f"(by {floor.by}; {strays} of {counted(series.taken, 'sample')}): a time "
             "under the floor means that the work was not done"
         )
         series.fail("failed", sentence)

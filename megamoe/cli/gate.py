@@ -30,7 +30,8 @@ from megamoe.cli.options import (
 from megamoe.cli.run import Conducted, How, conduct, end_if_cut_short, plan_of, selection_in
 from megamoe.cli.terminal import console, print_verdict
 from megamoe.contract import Row
-from megamoe.gate.accept import Seen, rows_matching, seen_in, take
+from megamoe.contract.counted import counted
+from megamoe.gate.accept import Seen, glob_of, rows_matching, seen_in, take
 from megamoe.gate.baseline import VM_BASELINE, Baseline, baseline_for, read_baseline, sole_writer, write_baseline
 from megamoe.gate.counters import Claim, against_baseline
 from megamoe.gate.evidence import checked
@@ -116,8 +117,9 @@ def gate(
     if verdict.passed:
         told = open_line(verdict, held, evidence.records, evidence.figures)
         out.print(told, style="bold green", markup=False, highlight=False, soft_wrap=True)
-    if len({finding.row for finding in verdict.findings if finding.accept}) > 1:
-        out.print(f"All of these at once: {command('--all-of', '*')}", markup=False)
+    changed = {finding.row for finding in verdict.findings if finding.accept and finding.row}
+    if len(changed) > 1:
+        out.print(f"All of these at once: {command('--all-of', glob_of(changed))}", markup=False)
     if junit is not None:
         from megamoe.export.junit import write_junit
 
@@ -282,7 +284,11 @@ def _changed_since(header: RunHeader, now: int) -> list[str]:
     """A sentence if the run's selection now has a different number of rows: specs, backends or the file changed."""
     if now == header.owed_rows:
         return []
-    return [f"run {header.run} owed {header.owed_rows} rows when it began, its selection holds {now} now; run it again"]
+    return [
+        f"run {header.run} owed {counted(header.owed_rows, 'row')} when it began, its selection holds "
+        f"{now} now; run it "
+        "again"
+    ]
 
 
 def _of_other_revisions(headers: Iterable[RunHeader]) -> tuple[list[str], list[Finding]]:
@@ -363,8 +369,10 @@ def accept(
         out.print(f"accepted: {one.row}: {steps}", markup=False)
     left_out = len(seen.unsupported) if all_of else 0
     if left_out:
-        out.print(f"left out: {left_out} rows that are unsupported where they were run")
-    out.print(f"{len(accepted)} rows of {path} changed; commit it with the change that it is about", markup=False)
+        out.print(f"left out, as unsupported where it was run: {counted(left_out, 'row')}")
+    out.print(
+        f"{counted(len(accepted), 'row')} of {path} changed; commit it with the change that it is about", markup=False
+    )
 
 
 def _checked(reason: str) -> str:

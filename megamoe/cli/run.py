@@ -27,6 +27,7 @@ from megamoe.cli.options import (
 )
 from megamoe.cli.terminal import RunProgress, console, ended_with_its_reader, print_verdict
 from megamoe.contract import DeviceFacts, Row
+from megamoe.contract.counted import counted
 from megamoe.contract.scratch import scratch_folder
 from megamoe.gate.expected import stale_entries
 from megamoe.gate.verdict import judge_run
@@ -338,8 +339,10 @@ def end_if_cut_short(done: Conducted) -> None:
     interrupted = done.cut_short == INTERRUPTED_BEFORE
     resume = ["megamoe", "run", "--resume", str(done.path), *(["--specs", str(done.specs)] if done.specs else [])]
     why = "interrupted" if interrupted else "stopped at the first failure"
-    rows = "1 row was" if left == 1 else f"{left} rows were"
-    told = f"{why}: {rows} not run; the record file is whole, and this finishes it: {shlex.join(resume)}"
+    told = (
+        f"{why}: {counted(left, 'row', 'was', 'were')} not run; the record file is whole, and this "
+        f"finishes it: {shlex.join(resume)}"
+    )
     console().print(told, markup=False)
     raise typer.Exit(INTERRUPTED if interrupted else 1)
 

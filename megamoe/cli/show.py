@@ -30,6 +30,7 @@ from megamoe.contract import (
     executor_names,
     spell,
 )
+from megamoe.contract.counted import counted
 from megamoe.explain import FOLDER, folder_of
 from megamoe.records.files import write_file
 from megamoe.records.lines import SCHEMA_VERSION, RecordError
@@ -126,7 +127,7 @@ def _print_table(rows: list[_Row], with_axes: bool) -> None:
         table.add_row(case.id, *cells, " ".join(matrices), " ".join(profiles), "yes" if published else "")
     out = console()
     out.print(table)
-    out.print(f"{len(rows)} cases, {sum(published for *_, published in rows)} of them published")
+    out.print(f"{counted(len(rows), 'case')}, {sum(published for *_, published in rows)} of them published")
 
 
 # What can run here
@@ -219,8 +220,9 @@ def _gpu() -> Capability:
         if torch.cuda.is_available():
             device = torch.cuda.get_device_properties(torch.cuda.current_device())
             detail = (
-                f"{device.name}, compute capability {device.major}.{device.minor}, {device.multi_processor_count} "
-                f"multiprocessors, {device.total_memory / 2**30:.0f} GiB, L2 of {device.L2_cache_size >> 20} MiB; "
+                f"{device.name}, compute capability {device.major}.{device.minor}, "
+                f"{counted(device.multi_processor_count, 'multiprocessor')}, "
+                f"{device.total_memory / 2**30:.0f} GiB, L2 of {device.L2_cache_size >> 20} MiB; "
                 f"torch for CUDA {torch.version.cuda}"
             )
             return Capability("GPU", True, detail)

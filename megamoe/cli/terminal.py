@@ -26,6 +26,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 from megamoe.contract import STATUSES, Row, Status
+from megamoe.contract.counted import counted
 from megamoe.diff.directions import NOT_FAILED_ON
 from megamoe.gate.verdict import Finding, Verdict
 from megamoe.records.lines import MAX_CHARACTERS, MAX_LINE_TEXT, Record, shortened
@@ -178,7 +179,9 @@ class RunProgress:
         elif self._counts.total() == self._total or time.monotonic() - self._printed >= PLAIN_LINE_EVERY_S:
             self._printed = time.monotonic()
             elapsed = self._printed - self._started
-            self._console.print(f"{self._counts.total()}/{self._total} rows, {self._summary()}, {elapsed:.0f} s")
+            self._console.print(
+                f"{self._counts.total()}/{counted(self._total, 'row')}, {self._summary()}, {elapsed:.0f} s"
+            )
 
     def _summary(self) -> str:
         return ", ".join(f"{self._counts[name]} {name}" for name in STATUSES if self._counts[name])
@@ -227,7 +230,11 @@ def _counted_only(records: Sequence[Record]) -> str:
             counts.update(found)
             rows += bool(found)
     told = ", ".join(f"{name} {count}" for name, count in counts.items())
-    return f"{rows} rows passed with what a row does not fail on: {told}; see docs/rules/README.md" if told else ""
+    return (
+        f"{counted(rows, 'row')} passed with what a row does not fail on: {told}; see docs/rules/README.md"
+        if told
+        else ""
+    )
 
 
 def _sentences(findings: Sequence[Finding], records: Mapping[Row, Record | None], summed_up: str) -> Iterator[str]:
@@ -244,7 +251,7 @@ def _sentences(findings: Sequence[Finding], records: Mapping[Row, Record | None]
         if len(group) < MIN_FOLDED:
             yield from map(str, group)
         else:
-            yield f"{why} ({len(group)} rows, {group[0].row} to {group[-1].row})"
+            yield f"{why} ({counted(len(group), 'row')}, {group[0].row} to {group[-1].row})"
 
 
 def _without_row(record: Record, sentence: str) -> str:

@@ -13,6 +13,7 @@ import typer
 from megamoe import CHECKOUT
 from megamoe.cli.options import HowCompared, Specs, bounded, with_options
 from megamoe.cli.terminal import console
+from megamoe.contract.counted import counted
 from megamoe.records.files import write_file
 from megamoe.records.lines import RecordError
 from megamoe.spec.load import load_specs
@@ -90,7 +91,7 @@ def compare(
     if rows[:most]:
         terminal.print(as_table(rows[:most]))
     if len(rows) > most:
-        terminal.print(f"… and {len(rows) - most} more rows; --most {len(rows)} shows all of them")
+        terminal.print(f"… and {counted(len(rows) - most, 'more row')}; --most {len(rows)} shows all of them")
     status = comparison.exit_status(strict)
     terminal.print(comparison.line, style="bold red" if status else "bold green", markup=False)
     raise typer.Exit(status)
@@ -139,7 +140,9 @@ def report(
         terminal.print(note, style="yellow", markup=False)
     size = output.stat().st_size / 1e6
     terminal.print(
-        f"{output}: {len(material.records):,} records, {len(material.timings):,} timings, {size:.2f} MB", markup=False
+        f"{output}: {counted(len(material.records), 'record')}, "
+        f"{counted(len(material.timings), 'timing')}, {size:.2f} MB",
+        markup=False,
     )
 
 
@@ -205,9 +208,9 @@ def export_flashinfer(
         raise RecordError(str(error)) from error
     terminal = console()
     terminal.print(
-        f"{out}: {len(dataset.definitions)} definitions, {len(dataset.workloads)} workloads, "
-        f"{len(dataset.solutions)} solutions, {len(dataset.traces)} traces",
+        f"{out}: {counted(len(dataset.definitions), 'definition')}, {counted(len(dataset.workloads), 'workload')}, "
+        f"{counted(len(dataset.solutions), 'solution')}, {counted(len(dataset.traces), 'trace')}",
         markup=False,
     )
     for why, number in dataset.left_out.most_common():
-        terminal.print(f"{number} rows have no trace: {why}", markup=False)
+        terminal.print(f"{counted(number, 'row', 'has', 'have')} no trace: {why}", markup=False)

@@ -19,6 +19,8 @@ from typing import Final
 
 import torch
 
+from megamoe.contract.counted import counted
+
 SF_VEC_SIZE: Final = 16
 E2M1_MAX: Final = 6.0
 E4M3_MAX: Final = 448.0
@@ -259,7 +261,8 @@ def unswizzle_scales(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Te
     """uint8 [..., row atoms, K atoms, 512] to uint8 [..., rows, blocks], unpadded. ValueError for other shapes."""
     if tuple(swizzled.shape[-3:]) != swizzled_shape(rows, blocks):
         raise ValueError(
-            f"swizzled scales of shape {tuple(swizzled.shape)}; {rows} rows of {blocks} blocks have "
+            f"swizzled scales of shape {tuple(swizzled.shape)}; {counted(rows, 'row')} of "
+            f"{counted(blocks, 'block')} have "
             f"{swizzled_shape(rows, blocks)} at the end"
         )
     row_atoms, k_atoms = swizzled.shape[-3:-1]
@@ -290,5 +293,5 @@ def deinterleave(both: torch.Tensor, granularity: int) -> tuple[torch.Tensor, to
 
 def _groups(rows: int, size: int) -> int:
     if size < 1 or rows % size:
-        raise ValueError(f"{rows} rows cannot be split into groups of {size}")
+        raise ValueError(f"{counted(rows, 'row')} cannot be split into groups of {size}")
     return rows // size

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from megamoe.contract.counted import counted
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,7 +25,7 @@ MAX_PTX = 64 << 20
 
 def _check_size(ptx: str) -> None:
     if len(ptx) > MAX_PTX:
-        raise ValueError(f"a program has {len(ptx)} characters of PTX; it may have {MAX_PTX} at most")
+        raise ValueError(f"a program has {counted(len(ptx), 'character')} of PTX; it may have {MAX_PTX:,} at most")
 
 
 @dataclass(frozen=True, slots=True)

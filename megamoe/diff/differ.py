@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from megamoe.contract import Case, Status
+from megamoe.contract.counted import counted
 from megamoe.diff.directions import Change, Trend, differences
 from megamoe.diff.sides import ComparisonError, Lines, Side, differences_of_machines, lines_of, renamed, where_both_ran
 from megamoe.records.keys import Key, worst
@@ -104,7 +105,8 @@ class Comparison:
         """A summary: "12 rows: 1 SLOWER, 1 AMBIGUOUS, 10 SAME; 1 regression"."""
         parts = ", ".join(f"{number} {call}" for call, number in self.counts.items())
         bad = len(self.regressions)
-        return f"{len(self.rows)} rows: {parts}; {bad or 'no'} regression{'' if bad == 1 else 's'}"
+        regressions = counted(bad, "regression") if bad else "no regressions"
+        return f"{counted(len(self.rows), 'row')}: {parts}; {regressions}"
 
 
 def compare_runs(

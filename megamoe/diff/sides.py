@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from megamoe.contract import DeviceFacts
-from megamoe.records.files import WHERE_RUNS_ARE, RecordFile, files_in, parse_records, read_records
+from megamoe.records.files import (
+    WHERE_RUNS_ARE,
+    RecordFile,
+    files_in,
+    is_of_another_kind,
+    parse_records,
+    read_records,
+)
 from megamoe.records.keys import Key, KeyedLine
 from megamoe.records.lines import BASELINE_RUN, AnyLine, Figures, Record, RunHeader, Timing
 
@@ -78,21 +85,24 @@ def _tracked(name: str, root: Path) -> Side:
     listed = _git(root, "ls-tree", "-r", "-z", "--name-only", "--full-tree", where, "--", inside)
     names = [path for path in (listed or b"").decode().split("\0") if path]
     paths = [path for path in names if path == inside or _directly_in(path, inside)]
-    if not paths:
+    held = {path: _blob(root, where, path) for path in paths}
+    kept = [path for path, data in held.items() if path == inside or not is_of_another_kind(data)]
+    if not kept:
         raise ComparisonError(f"{name}: revision {where[:12]} tracks no record file at {inside}")
     label = name if revision == where else f"{name} ({where[:12]})"
-    return Side(label, tuple(_blob(root, where, path) for path in paths), whole=not colon)
+    files = tuple(parse_records(Path(f"{where[:12]}:{path}"), held[path]) for path in kept)
+    return Side(label, files, whole=not colon)
 
 
 def _directly_in(path: str, folder: str) -> bool:
     return Path(path).parent == Path(folder) and path.endswith(".jsonl")
 
 
-def _blob(root: Path, commit: str, path: str) -> RecordFile:
+def _blob(root: Path, commit: str, path: str) -> bytes:
     data = _git(root, "cat-file", "blob", f"{commit}:{path}")
     if data is None:
         raise ComparisonError(f"git cannot read {commit[:12]}:{path}")
-    return parse_records(Path(f"{commit[:12]}:{path}"), data)
+    return data
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:

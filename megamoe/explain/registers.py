@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megamoe.contract.counted import counted
 from megamoe.contract.trace import Bounds, CtaTrace
 from megamoe.explain.roles import role_name
 from megamoe.explain.svg import PALETTE, Canvas
@@ -171,7 +172,7 @@ def _legend(canvas: Canvas, tile: AccumulatorTile, y: float) -> None:
     x = float(LEFT)
     entries = [(f"warp {warp}", PALETTE[warp % len(PALETTE)]) for warp in sorted({load.warp for load in tile.loads})]
     if tile.turns:
-        entries += [(f"gate, {tile.turns} columns a turn", GATE), ("up", UP)]
+        entries += [(f"gate, {counted(tile.turns, 'column')} a turn", GATE), ("up", UP)]
     for words, colour in entries:
         canvas.rectangle(x, y - 11, 22, 13, fill=colour, opacity=0.75)
         canvas.text(x + 30, y, words)

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from megamoe.contract.counted import counted
 from megamoe.contract.trace import CtaTrace, LaunchTrace, Party, SmemUse, WarpTrace
 from megamoe.explain.explain import Explanation
 from megamoe.explain.roles import ranges, roles
@@ -100,7 +101,7 @@ def _heading(found: Explanation) -> Text:
     text.append(f"  {row.backend} on {row.target}, executor {row.executor}, schedule {trace.schedule}\n")
     text.append(f"{trace.steps:,} VM steps (basic blocks and operations, in order; never a time of a GPU)")
     if trace.left_out:
-        text.append(f"; {trace.left_out:,} events beyond the first {trace.event_limit:,} are not recorded")
+        text.append(f"; {counted(trace.left_out, 'event')} beyond the first {trace.event_limit:,} not recorded")
     if found.violation:
         text.append(f"\nthe run broke a rule, and what follows ends there: {found.violation}", style="bold red")
     return text
@@ -118,9 +119,9 @@ def _assembly(found: Explanation) -> Text:
 def _geometry(found: Explanation, number: int, launch: LaunchTrace) -> Table:
     table = _table(f"launch {number}: {launch.entry}", "", "")
     recorded = len(launch.ctas)
-    table.add_row("grid", f"{launch.grid}, {launch.total_ctas:,} CTAs" + f" ({recorded} recorded)")
+    table.add_row("grid", f"{launch.grid}, {counted(launch.total_ctas, 'CTA')}" + f" ({recorded} recorded)")
     table.add_row("cluster", f"{launch.cluster}")
-    table.add_row("block", f"{launch.block}, {-(-prod(launch.block) // 32)} warps")
+    table.add_row("block", f"{launch.block}, {counted(-(-prod(launch.block) // 32), 'warp')}")
     table.add_row("shared memory", f"{launch.dynamic_smem:,} bytes dynamic, {launch.static_smem:,} static")
     columns = found.counters.get("tmem_columns")
     if columns:

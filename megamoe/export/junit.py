@@ -35,6 +35,7 @@ from junitparser import (
 )
 
 from megamoe.contract import Row
+from megamoe.contract.counted import counted
 from megamoe.findings import KernelFinding, Ledger
 from megamoe.gate.verdict import Finding, Verdict
 from megamoe.records.files import write_file
@@ -76,7 +77,7 @@ def findings_as_junit(ledger: Ledger, failures: Sequence[str]) -> str:
         case = _case("megamoe.check", f"{number}. failure", 0.0)
         case.append(Failure(_clean(sentence), "failure"))
         others.cases.append(case)
-    others.cases.append(_case("megamoe.check", f"{len(ledger.failing)} findings count", 0.0))
+    others.cases.append(_case("megamoe.check", counted(len(ledger.failing), "finding", "counts", "count"), 0.0))
     others.said += ledger.remarks
     return _written(suites, datetime.now(UTC).isoformat()).decode()
 

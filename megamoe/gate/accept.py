@@ -6,9 +6,11 @@ program and its times. A row that did not pass is refused. A row that is no long
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import takewhile
 
 from megamoe.contract import Row
 from megamoe.diff.directions import differences
@@ -129,6 +131,15 @@ def _steps(old: _Lines, new: _Lines) -> dict[str, str]:
         if before.program_sha256 != after.program_sha256:
             steps["program"] = f"{(before.program_sha256 or 'none')[:12]} -> {(after.program_sha256 or 'none')[:12]}"
     return steps
+
+
+def glob_of(rows: Iterable[Row]) -> str:
+    """A narrow glob that the cases of all `rows` match: their common axes, the one case of all, or the whole op."""
+    first, *others = {row.case for row in rows}
+    if not others:
+        return first
+    words = zip(*(re.split(r"(?<=[:,])", case) for case in (first, *others)), strict=False)
+    return "".join(each[0] for each in takewhile(lambda each: len(set(each)) == 1, words)) + "*"
 
 
 def rows_matching(

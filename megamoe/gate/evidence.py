@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from megamoe.contract import Case, Row
+from megamoe.contract.counted import counted
 from megamoe.gate.verdict import Finding
 from megamoe.records.files import RecordFile
 from megamoe.records.lines import ERRORS, Figures, Record, RunHeader, Timing
@@ -58,13 +59,16 @@ def checked(files: Sequence[RecordFile], ours: Mapping[str, str], specs: Mapping
     headers = [header for file in files for header in file.headers]
     for run, count in Counter(header.run for header in headers).items():
         if count > 1:
-            findings.append(_closing(f"run {run} has {count} headers: what it was to do is not known"))
+            findings.append(_closing(f"run {run} has {counted(count, 'header')}: what it was to do is not known"))
     known = {header.run: header for header in headers}
     for file in files:
         whole = tuple(line for line in file.lines if line.run in known)
         strangers = Counter(line.run for line in file.lines if line.run not in known)
         findings += [
-            _closing(f"{file.path}: {count} lines are of run {run}, whose header is in no file: they do not count")
+            _closing(
+                f"{file.path}: {counted(count, 'line', 'is', 'are')} of run {run}, whose header is in "
+                "no file, and no evidence"
+            )
             for run, count in strangers.items()
         ]
         kept.append(replace(file, lines=whole))
@@ -77,7 +81,9 @@ def checked(files: Sequence[RecordFile], ours: Mapping[str, str], specs: Mapping
         found = list(_of_lines(file, new, specs))
         more = len(found) - MAX_FINDINGS
         findings += found[:MAX_FINDINGS]
-        findings += [_closing(f"{file.path}: {more} more lines are no evidence")] if more > 0 else []
+        findings += (
+            [_closing(f"{file.path}: {counted(more, 'more line', 'is', 'are')} no evidence")] if more > 0 else []
+        )
     findings += _of_digests([line for file in kept for line in file.lines if line.run in new])
     return Checked(tuple(kept), tuple(findings))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from megamoe.contract import Row
+from megamoe.contract.counted import counted
 from megamoe.gate.verdict import Finding
 from megamoe.records.lines import Record, RunHeader, Shard
 from megamoe.records.shards import Cut
@@ -61,7 +62,10 @@ def absent_shards(
                 findings.append(_many_missing(shard, missing, again(header, "$index")))
             spoken_for.update(row for index in missing for row in of.get(index, of.get(0, [])))
         elif sum(there.values()) != len(rows):
-            told = f"run set {name} owed {sum(there.values())} rows when it began, its selection holds {len(rows)} now"
+            told = (
+                f"run set {name} owed {counted(sum(there.values()), 'row')} when it began, its selection "
+                f"holds {len(rows)} now"
+            )
             findings.append(_closing(f"{told}; run it again"))
     return Absent(tuple(findings), frozenset(spoken_for))
 
@@ -98,7 +102,7 @@ def _rows_by_shard(
 
 
 def _missing(shard: Shard, index: int, rows: Sequence[Row] | None, command: str) -> Finding:
-    count = "rows that are not known any more" if rows is None else f"{len(rows)} rows" if len(rows) != 1 else "1 row"
+    count = "rows that are not known any more" if rows is None else counted(len(rows), "row")
     told = f"shard {index}/{shard.count} of run set {shard.run_set} is in no file: {count}"
     return Finding("missing", f"{told}. Run it: {command}")
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import torch
 
+from megamoe.contract.counted import counted
 from megamoe.spec.draws import scrambled
 
 if TYPE_CHECKING:
@@ -375,13 +376,13 @@ class Arena:
             distance, value = guard - int(lower[-1]), int(plot.memory[lower[-1]])
             found.append(
                 f"{lower.numel()} of {guard} guard bytes below tensor {name} were overwritten, the nearest "
-                f"{distance} bytes before its first byte (now {value:#04x})"
+                f"{counted(distance, 'byte')} before its first byte (now {value:#04x})"
             )
         if upper.numel():
             value = int(plot.memory[guard + size + int(upper[0])])
             found.append(
                 f"{upper.numel()} of {guard} guard bytes above tensor {name} were overwritten, the nearest "
-                f"{int(upper[0])} bytes past its end at byte {size} (now {value:#04x})"
+                f"{counted(int(upper[0]), 'byte')} past its end at byte {size} (now {value:#04x})"
             )
         return found + self._broken_seal(name)
 

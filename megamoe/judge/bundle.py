@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megamoe.contract import Row, file_name
+from megamoe.contract.counted import counted
 from megamoe.contract.scratch import unfinished
 from megamoe.records.lines import RecordError, shortened
 
@@ -151,7 +152,8 @@ def heat_map(name: str, error: NDArray[np.float64]) -> str:
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     lines = ["".join(_shade(float(value), low, high) for value in band) for band in blocks]
     title = (
-        f"{name}: |error| from {low:.3g} to {high:.3g}; {flat.shape[0]} rows x {flat.shape[1]} columns; ? not finite"
+        f"{name}: |error| from {low:.3g} to {high:.3g}; {counted(flat.shape[0], 'row')} x "
+        f"{counted(flat.shape[1], 'column')}; ? not finite"
     )
     return "\n".join([title, *(f"|{line}|" for line in lines), ""])
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from megamoe.contract import Row, Status
+from megamoe.contract.counted import counted
 from megamoe.contract.scratch import scratch_folder
 from megamoe.judge.run import GRACE_S, RunSettings, chosen_for_audits
 from megamoe.records.files import write_file
@@ -229,7 +230,7 @@ def judged_there(task: Task, settings: RunSettings) -> Judged:
         sentence = sentence.replace(str(home / "failures"), str(settings.failures))
         bundle = bundle and bundle.replace(str(home / "failures"), str(settings.failures))
     if left and sentence:
-        sentence = f"{sentence} ({left} bytes of evidence are left out: a row sends at most {MAX_CARRIED})"
+        sentence = f"{sentence} ({counted(left, 'byte')} of evidence left out: a row sends at most {MAX_CARRIED})"
     return Judged(record.model_copy(update={"sentence": sentence, "bundle": bundle}), files)
 
 

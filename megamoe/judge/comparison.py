@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from megamoe.contract.counted import counted
 from megamoe.judge.tolerance import Judgement, compare
 from megamoe.ops import Sample, reference
 
@@ -90,8 +91,9 @@ def complaints(arena: Arena, expected: Expected, judgement: Judgement) -> str:
     """
     # A sample does not know which other elements may stay unwritten.
     left = {} if expected.sample else arena.unwritten(expected.free)
-    unwritten = [f"{count} elements of {name}" for name, count in left.items() if count]
-    never = f"{' and '.join(unwritten)} were never written" if unwritten else None
+    unwritten = [f"{counted(count, 'element')} of {name}" for name, count in left.items() if count]
+    were = "was" if len(unwritten) == 1 and 1 in left.values() else "were"
+    never = f"{' and '.join(unwritten)} {were} never written" if unwritten else None
     sampled = f" (among {expected.sample.doc}, which alone were judged)" if expected.sample else ""
     verdict = f"{judgement.sentence}{sampled}" if judgement.sentence else ""
     return "; ".join(sentence for sentence in (arena.damage(), never, verdict) if sentence)

@@ -19,6 +19,7 @@ from megamoe.contract import (
     load_backend,
     load_executor,
 )
+from megamoe.contract.counted import counted
 from megamoe.judge.arena import Arena
 from megamoe.ops import reference
 
@@ -82,7 +83,11 @@ class GuardedRun:
         if sentence or may_leave_unwritten:
             return sentence
         left = self.guarded.arena.unwritten(self.guarded.free)
-        return "; ".join(f"{count} elements of {name} were never written" for name, count in left.items() if count)
+        return "; ".join(
+            f"{counted(count, 'element')} of {name} {'was' if count == 1 else 'were'} never written"
+            for name, count in left.items()
+            if count
+        )
 
 
 @dataclass(frozen=True, slots=True)

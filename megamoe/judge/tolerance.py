@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 import torch
 
+from megamoe.contract.counted import counted
 from megamoe.judge.arena import is_poison
 from megamoe.ops import Codes, Latitude
 from megamoe.records.lines import ERRORS
@@ -380,7 +381,10 @@ def describe(wrong: torch.Tensor, weight: torch.Tensor, axes: Sequence[str]) -> 
     confined = [_confined(_by_index(wrong, axis).any(dim=1), name) for axis, name in enumerate(axes)]
     places = [place for place in confined if place]
     extent = f", all in {', '.join(places)}" if places else ", spread over every axis"
-    return f"{count} of {wrong.numel()} elements are off{extent}{_concentration(weight, axes)}"
+    return (
+        f"{count} of {counted(wrong.numel(), 'element')} {'is' if count == 1 else 'are'} "
+        f"off{extent}{_concentration(weight, axes)}"
+    )
 
 
 def _by_index(tensor: torch.Tensor, axis: int) -> torch.Tensor:
@@ -400,7 +404,7 @@ def _confined(hit: torch.Tensor, name: str) -> str:
         return f"{name} {found[0]}..{found[-1]}{stride} of {size}"
     if found[-1] - found[0] + 1 < size:
         return f"{name} {found[0]}..{found[-1]} of {size} ({len(found)} of them)"
-    return f"{len(found)} of the {size} values of {name}"
+    return f"{len(found)} of the {counted(size, 'value')} of {name}"
 
 
 def _concentration(weight: torch.Tensor, axes: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from typing import Annotated, cast, get_args
 from pydantic import Field, TypeAdapter, ValidationError
 
 from megamoe.contract import Row
+from megamoe.contract.counted import counted
 from megamoe.contract.plain import not_plain, plain_bytes
 from megamoe.contract.scratch import unfinished
 from megamoe.records.lines import (
@@ -151,7 +152,9 @@ class RecordWriter:
             raise RecordError(f"cannot append to {self.path}: {error.strerror}") from error
         if written != len(data):
             self._take_back(before)
-            raise RecordError(f"{self.path} took {written} of a line's {len(data)} bytes: the disk is probably full")
+            raise RecordError(
+                f"{self.path} took {written} of a line's {counted(len(data), 'byte')}: the disk is probably full"
+            )
 
     def _take_back(self, size: int) -> None:
         """Truncates a partial line, so that the file is whole and the run can resume once there is room."""
@@ -197,20 +200,54 @@ def newest_records(files: Iterable[RecordFile], wanted: Callable[[Record], bool]
 
 
 def files_in(given: Sequence[Path]) -> list[Path]:
-    """The given record files, each once; a folder stands for the *.jsonl in it. Raises RecordError if a folder has
-    none."""
+    """The given files, each once; a folder stands for the record files in it. Raises RecordError if it has none."""
     found: dict[Path, None] = {}
     for path in given:
-        inside = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-        if not inside:
-            raise RecordError(f"there is no *.jsonl in the folder {path}; name record files, or folders of them")
-        found |= dict.fromkeys(inside)
+        found |= dict.fromkeys(_inside(path) if path.is_dir() else [path])
     return list(found)
 
 
+def _inside(folder: Path) -> list[Path]:
+    if inside := record_files_of(folder):
+        return inside
+    others = [path.name for path in sorted(folder.glob("*.jsonl"))]
+    if not others:
+        raise RecordError(f"there is no *.jsonl in the folder {folder}; name record files, or folders of them")
+    raise RecordError(
+        f"the folder {folder} holds no record file of runs: {', '.join(others)} {'have' if others[1:] else 'has'} no "
+        f"schema_version in line 1; {WHERE_RUNS_ARE}"
+    )
+
+
+def record_files_of(folder: Path) -> list[Path]:
+    """The *.jsonl in `folder`, by name, without those of another kind, such as a campaign of mutants."""
+    return [path for path in sorted(folder.glob("*.jsonl")) if not _of_another_kind(path)]
+
+
+def _of_another_kind(path: Path) -> bool:
+    """Whether a file was never a record of runs. A damaged record is one still, and whoever reads it is told so."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            first = file.readline()
+    except OSError:
+        return False
+    return is_of_another_kind(first)
+
+
+def is_of_another_kind(data: bytes) -> bool:
+    """Whether the first line of `data` is a JSON object without a schema_version."""
+    try:
+        line: object = json.loads(data.partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(line, dict) and "schema_version" not in line
+
+
 def newest_run(home: Path = Path()) -> Path | None:
-    """The file of results/runs in `home` that was written last, or None. Equal times are ordered by name."""
-    files = (home / RUNS).glob("*.jsonl")
+    """The record file of results/runs in `home` that was written last, or None. Equal times are ordered by name."""
+    files = record_files_of(home / RUNS)
     return max(files, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
 
 
@@ -219,7 +256,7 @@ def parse_records(path: Path, data: bytes) -> RecordFile:
     *whole, tail = data.split(b"\n")
     torn = None
     if tail:
-        torn = f"{path}, line {len(whole) + 1} is torn ({len(tail)} bytes without a newline) and was ignored"
+        torn = f"{path}, line {len(whole) + 1} is torn ({counted(len(tail), 'byte')} without a newline) and was ignored"
     lines = tuple(_parse_line(path, number, text) for number, text in enumerate(whole, 1))
     newer = {line.run for line, text in zip(lines, whole, strict=True) if _of_this_version(text)}
     return RecordFile(path, lines, torn, frozenset({line.run for line in lines} - newer))
@@ -268,7 +305,7 @@ def _version(line: dict[str, object]) -> int:
     """The version of a line, if this megamoe reads it. In other versions even the kinds of lines are unknown."""
     readable = f"this megamoe reads {' and '.join(f'schema {one}' for one in (*UPGRADES, SCHEMA_VERSION))}"
     if "schema_version" not in line:
-        raise _VersionError(f": it has no schema_version; {readable}")
+        raise _VersionError(f": it has no schema_version; {readable}, and no other kind of file")
     version = line["schema_version"]
     if type(version) is int and (version == SCHEMA_VERSION or version in UPGRADES):
         return version

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from megamoe.contract import DeviceFacts, Flush, Row, Status, Temperature
+from megamoe.contract.counted import counted
 
 SCHEMA_VERSION = 2
 BASELINE_RUN = "baseline"
@@ -47,7 +48,7 @@ MAX_SHARDS = 1000
 
 def shortened(text: str, most: int = MAX_CHARACTERS) -> str:
     """`text`, or its first `most` characters and its length."""
-    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+    return text if len(text) <= most else f"{text[:most]}… ({counted(len(text), 'character')})"
 
 
 def _capped(text: str) -> str:
@@ -224,9 +225,11 @@ class Timing(_Line):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Timing:
         if (self.status == "passed") != bool(self.samples_us):
-            raise ValueError(f"status {self.status!r} with {len(self.samples_us)} samples; only a pass has a time")
+            raise ValueError(
+                f"status {self.status!r} with {counted(len(self.samples_us), 'sample')}; only a pass has a time"
+            )
         if len(self.rounds) != len(self.samples_us):
-            raise ValueError(f"{len(self.rounds)} rounds for {len(self.samples_us)} samples")
+            raise ValueError(f"{counted(len(self.rounds), 'round')} for {counted(len(self.samples_us), 'sample')}")
         if self.samples_us and not (all(map(math.isfinite, self.samples_us)) and min(self.samples_us) > 0.0):
             raise ValueError("samples_us holds a value that is no time: not positive, or not finite")
         return self

@@ -20,7 +20,8 @@ from typing import Final, TypeVar
 
 from megamoe import CHECKOUT
 from megamoe.contract import Row
-from megamoe.records.files import newest_records, read_records
+from megamoe.contract.counted import counted
+from megamoe.records.files import newest_records, read_records, record_files_of
 from megamoe.records.lines import MAX_NAME, MAX_SHARDS, Shard
 from megamoe.spec.selection import Selection, SelectionError
 
@@ -95,7 +96,9 @@ def cut(rows: Sequence[Row], count: int, seconds: Mapping[Row, float]) -> Cut:
         costs[_group(row)] = costs.get(_group(row), 0.0) + seconds[row]
     if len(costs) < count:
         what = "groups of rows of one case, target and executor" if len(costs) < len(rows) else "rows"
-        raise SelectionError(f"{len(costs)} {what} cannot be cut into {count} shards: give at most {len(costs)}")
+        raise SelectionError(
+            f"{len(costs)} {what} cannot be cut into {counted(count, 'shard')}: give at most {len(costs)}"
+        )
     capacity = _fair_share(sorted(costs.values(), reverse=True), count) * SLACK
     loads, placed = [0.0] * count, dict[str, int]()
     for group in sorted(costs, key=lambda group: (-costs[group], group)):
@@ -155,6 +158,6 @@ def cost_of(rows: Iterable[Row], folder: Path = TRACKED) -> dict[Row, float]:
 @cache
 def _recorded(folder: Path) -> dict[Row, float]:
     """Host seconds of every row that has a record in `folder`; the newest record counts."""
-    files = map(read_records, sorted(folder.glob("*.jsonl")))
+    files = map(read_records, record_files_of(folder))
     found = newest_records(files, lambda record: bool(record.judge_host_seconds) and record.status == "passed")
     return {row: record.judge_host_seconds or 0.0 for row, record in found.items()}

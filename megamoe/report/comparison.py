@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from megamoe.contract.counted import counted
 from megamoe.diff.differ import Call, ComparedRow, Comparison
 
 FORMAT = "megamoe-comparison-1"
@@ -138,7 +139,7 @@ def as_markdown(comparison: Comparison, strict: bool = False) -> str:
         lines += ["| call | row | before → after | |", "|---|---|---|---|"]
         lines += [_markdown_row(row) for row in rows[:MAX_ROWS]]
     if len(rows) > MAX_ROWS:
-        lines += ["", f"… and {len(rows) - MAX_ROWS} more rows."]
+        lines += ["", f"… and {counted(len(rows) - MAX_ROWS, 'more row')}."]
     return "\n".join(lines) + "\n"
 
 

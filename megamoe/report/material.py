@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megamoe.contract import DeviceFacts
-from megamoe.records.files import RUNS, RecordFile, files_in, newest_run, read_records
+from megamoe.records.files import RUNS, RecordFile, files_in, newest_run, read_records, record_files_of
 from megamoe.records.keys import Key
 from megamoe.records.lines import (
     BASELINE_RUN,
@@ -101,7 +101,7 @@ def record_files(given: Sequence[Path] = (), home: Path = Path()) -> list[Path]:
     """
     if given:
         return files_in(given)
-    found = [file for folder in DEFAULT_FOLDERS for file in sorted((home / folder).glob("*.jsonl"))]
+    found = [file for folder in DEFAULT_FOLDERS for file in record_files_of(home / folder)]
     newest = newest_run(home)
     found += [newest] if newest else []
     if not found:

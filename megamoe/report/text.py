@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megamoe.contract import Status
+from megamoe.contract.counted import counted
 from megamoe.records.keys import SEVERITY
 from megamoe.records.lines import Record, Timing
 from megamoe.report.layout import Grid, Listing, lay_out, spans
@@ -67,7 +68,10 @@ def _heading(material: Material) -> Text:
     for status in reversed(SEVERITY):
         if counts[status]:
             text.append(f"{SIGNS[status]} {counts[status]:,} {status.replace('_', ' ')}  ", _STYLES.get(status, _BAD))
-    text.append(f"{len(material.records):,} records and {len(material.timings):,} timings of {len(material.runs)} runs")
+    text.append(
+        f"{counted(len(material.records), 'record')} and {counted(len(material.timings), 'timing')} "
+        f"of {counted(len(material.runs), 'run')}"
+    )
     if material.runs:
         newest = material.runs[-1]
         device = newest.device.name if newest.device else "no device"
@@ -140,7 +144,7 @@ def _text(cell: _Cell | None) -> Text:
 
 
 def _listing(block: Listing, subjects: Sequence[Subject], cells: _Cells) -> Table:
-    table = Table(box=None, title=f"{block.title}, {len(block.cases)} cases in order", title_justify="left",
+    table = Table(box=None, title=f"{block.title}, {counted(len(block.cases), 'case')} in order", title_justify="left",
                   title_style="dim", pad_edge=False, show_header=False)  # fmt: skip
     for subject in subjects:
         found = [cells.get((case, subject)) for case in block.cases]

@@ -33,6 +33,7 @@ from megamoe.contract import (
     TensorArg,
     TensorMapArg,
 )
+from megamoe.contract.counted import counted
 
 MAX_JSON: Final = 16 << 20
 MAX_PARTS: Final = 16
@@ -190,7 +191,7 @@ def decoded(frame: Frame) -> Program | HostProgram:
     kind = told.get("kind")
     wanted = {"Program": 1, "HostProgram": 2}.get(str(kind))
     if wanted is None or len(frame.parts) != wanted:
-        raise WireError(f"a program of kind {str(kind)[:40]!r} in {len(frame.parts)} parts")
+        raise WireError(f"a program of kind {str(kind)[:40]!r} in {counted(len(frame.parts), 'part')}")
     try:
         told["ptx"] = frame.parts[0].decode()
     except UnicodeDecodeError as error:

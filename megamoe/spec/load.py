@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megamoe import SPECS
 from megamoe.contract import AxisValue, Case, spell
+from megamoe.contract.counted import counted
 from megamoe.contract.known_names import nearest_of
 from megamoe.spec.case_space import Axis, CaseSpace, OutsideError, Range
 from megamoe.spec.expression import Expression, ExpressionError, HasValue, parse_expression
@@ -321,7 +322,7 @@ class _Builder:
         for axis, values in matrix.items():
             self._no_repeats((*path, axis), [spell(value) for value in values])
         if (cells := math.prod(len(values) for values in matrix.values())) > MAX_CELLS:
-            raise self.document.error(path, f"has {cells} cells; a matrix has at most {MAX_CELLS}")
+            raise self.document.error(path, f"has {counted(cells, 'cell')}; a matrix has at most {MAX_CELLS:,}")
         for point in itertools.product(*matrix.values()):
             yield path, dict(zip(matrix, point, strict=True))
 

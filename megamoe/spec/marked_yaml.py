@@ -22,6 +22,8 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from yaml.reader import ReaderError
 from yaml.resolver import Resolver
 
+from megamoe.contract.counted import counted
+
 try:
     from yaml.cyaml import CParser as _CParser  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -149,7 +151,7 @@ def read_text(file: Path) -> str:
     except OSError as error:
         raise SpecError(f"cannot be read: {error.strerror}", file=file) from None
     if len(data) > MAX_BYTES:
-        raise SpecError(f"is {len(data)} bytes long; it may have at most {MAX_BYTES}", file=file)
+        raise SpecError(f"is {counted(len(data), 'byte')} long; it may have at most {MAX_BYTES:,}", file=file)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

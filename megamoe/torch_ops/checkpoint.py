@@ -21,6 +21,7 @@ from typing import Any, Final, Literal
 import torch
 
 from megamoe.codec.nvfp4 import SF_VEC_SIZE, interleave, swizzle_scales, swizzled_shape
+from megamoe.contract.counted import counted
 from megamoe.torch_ops.calls import spec_of
 from megamoe.torch_ops.moe import INTERLEAVE, MoeWeights, stay_bf16
 
@@ -158,7 +159,9 @@ class _Layer:
         if not layers:
             raise ValueError(f"{source.said} has no tensor named PREFIX.experts.NUMBER.PROJECTION.weight")
         if prefix is None and len(layers) > 1:
-            raise ValueError(f"{source.said} has {len(layers)} layers with experts; name one with prefix=: {known}")
+            raise ValueError(
+                f"{source.said} has {counted(len(layers), 'layer')} with experts; name one with prefix=: {known}"
+            )
         wanted = next(iter(layers)) if prefix is None else prefix
         if wanted not in layers:
             raise ValueError(f"{source.said} has no experts under the prefix {wanted!r}; it has them under: {known}")

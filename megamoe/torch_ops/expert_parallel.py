@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from megamoe.contract.counted import counted
 from megamoe.torch_ops.calls import refuse_derivatives, require_one_device
 from megamoe.torch_ops.moe import TENSORS, MoeWeights, moe
 
@@ -78,7 +79,8 @@ class ExpertParallelMoe:
             raise ValueError(f"capacity is {capacity}; a rank must be able to send a token")
         if weights.shared:
             raise ValueError(
-                f"the weights hold {weights.shared} shared experts, and each rank would add its own to a token; give "
+                f"the weights hold {counted(weights.shared, 'shared expert')}, and each rank would "
+                "add its own to a token; give "
                 f"weights.experts(0, {weights.num_experts}), and add megamoe.moe of the shared ones"
             )
         self.weights, self.capacity, self.group = weights, capacity, group
@@ -120,8 +122,8 @@ class ExpertParallelMoe:
         for sender, (receiver, count) in enumerate(self._fullest.tolist()):
             if count > self.capacity:
                 raise OverflowError(
-                    f"rank {sender} has {count} tokens for the experts of rank {receiver}; the capacity is "
-                    f"{self.capacity} tokens from one rank to another"
+                    f"rank {sender} has {counted(count, 'token')} for the experts of rank {receiver}; the capacity is "
+                    f"{counted(self.capacity, 'token')} from one rank to another"
                 )
 
     def _packed(

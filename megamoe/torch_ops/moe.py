@@ -32,6 +32,7 @@ from megamoe.codec.nvfp4 import (
     swizzled_shape,
     unswizzle_scales,
 )
+from megamoe.contract.counted import counted
 from megamoe.torch_ops.calls import (
     ALIGNMENT,
     OpCall,
@@ -89,7 +90,9 @@ class MoeWeights:
     def __post_init__(self) -> None:
         # A call would copy them each time, and convert each copy to the kernels' layout.
         if not 0 <= self.shared <= len(self.w1_codes):
-            raise ValueError(f"shared is {self.shared}; of {len(self.w1_codes)} experts none to all can be shared")
+            raise ValueError(
+                f"shared is {self.shared}; of {counted(len(self.w1_codes), 'expert')} none to all can be shared"
+            )
         for name, one in zip((*STACKS, "x_gs"), self.tensors(), strict=True):
             shifted = name in PREPARED and one.storage_offset() * one.element_size() % ALIGNMENT
             if shifted or not one.is_contiguous():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megamoe.contract.counted import counted
 from megamoe.torch_ops.calls import (
     OpCall,
     Output,
@@ -186,7 +187,7 @@ def _sizes(given: Sequence[Given | None], max_q: int, max_k: int) -> Sizes:
             f"k must have the batch and the hd of q, and heads that those of q are a multiple of; given: {said}"
         )
     if sink is not None and sink.shape != (sizes.heads,):
-        raise ValueError(f"there must be a sink for each of {sizes.heads} heads; given: {said}")
+        raise ValueError(f"there must be a sink for each of {counted(sizes.heads, 'head')}; given: {said}")
     return sizes
 
 
@@ -202,7 +203,9 @@ def _hold_shapes(given: Sequence[Given | None], sizes: Sizes, said: str) -> None
         if one is not None and (not sizes.batch or one.shape != shape):
             raise ValueError(f"{name} must have the shape {list(shape)}, of a batch of 1 or more; given: {said}")
     if table is not None and (len(table.shape) != 2 or table.shape[0] != sizes.batch or table.shape[1] < pages):
-        raise ValueError(f"block_table must be [{sizes.batch}, {pages} or more] for {sizes.s_k} keys; given: {said}")
+        raise ValueError(
+            f"block_table must be [{sizes.batch}, {pages} or more] for {counted(sizes.s_k, 'key')}; given: {said}"
+        )
 
 
 def _hold_lengths(tensors: Sequence[torch.Tensor | None], max_q: int, max_k: int, page: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -114,6 +114,31 @@ class Outcome:
     def killed(self) -> bool:
         """Whether a check noticed it."""
         return bool(self.check)
+
+    @property
+    def backend(self) -> str:
+        """The backend of its program."""
+        return self.program.split()[0]
+
+    @property
+    def target(self) -> str:
+        """The target of its program."""
+        return self.program.split()[1]
+
+    @property
+    def op(self) -> str:
+        """The op of its program."""
+        return self.program.split()[2].partition(":")[0]
+
+    @property
+    def theirs(self) -> bool:
+        """Whether its backend is not part of the project."""
+        return is_theirs(self.backend)
+
+
+def is_theirs(backend: str) -> bool:
+    """Whether a backend is not part of the project. `backends.cutedsl:CTA_PAIRS` is part of it."""
+    return ":" in backend and not backend.startswith("backends.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,14 +283,24 @@ class Subject:
         ]
 
 
-def subjects(selection: Selection) -> list[Subject]:
-    """The programs of a selection: texts in the order of the rows. Rows that a backend cannot build are left out."""
+Refused = dict[str, list[str]]
+"""Sentences of UnsupportedError, and the cases that backends refuse with each."""
+
+
+def subjects(selection: Selection, refused: Refused | None = None) -> list[Subject]:
+    """The programs of a selection: texts in the order of the rows. Rows that a backend refuses are left out, and told
+    in `refused`."""
     specs = load_specs(None)
     found: dict[tuple[str, str, str], Subject] = {}
     for row in dict.fromkeys(row._replace(schedule="eager") for row in owed_rows(specs, selection)):
         spec = specs[row.op]
         case = spec.parse_case(row.case)
-        program = program_of(row.backend, row.target, case)
+        try:
+            program = built_program(row.backend, row.target, case)
+        except UnsupportedError as error:
+            if refused is not None:
+                refused.setdefault(str(error), []).append(f"{case.id} on {row.backend} {row.target}")
+            continue
         if program is None:
             continue
         one = found.setdefault((row.backend, row.target, program.ptx), Subject(row.backend, row.target, row.op))
@@ -278,10 +313,14 @@ def subjects(selection: Selection) -> list[Subject]:
 def program_of(backend: str, target: str, case: Case) -> Program | HostProgram | None:
     """The program of a backend for `case`; None if it has none, or one without PTX."""
     try:
-        built = load_backend(backend).build(case, "sm_90a" if target == "sm_90a" else "sm_100a")
+        return built_program(backend, target, case)
     except UnsupportedError:
         return None
-    program = as_program(built, backend)
+
+
+def built_program(backend: str, target: str, case: Case) -> Program | HostProgram | None:
+    """Like program_of, but raises the backend's UnsupportedError."""
+    program = as_program(load_backend(backend).build(case, "sm_90a" if target == "sm_90a" else "sm_100a"), backend)
     return program if isinstance(program, (Program, HostProgram)) else None
 
 
@@ -582,10 +621,10 @@ class Record(Journal[Outcome]):
         self.leave_out({one.id for one in self.results if one.program == program})
 
 
-def built_no_more(record: Record) -> list[str]:
+def built_no_more(found: Iterable[Outcome]) -> list[str]:
     """Names of programs whose backend builds another text by now for the case of the name."""
     specs, gone = load_specs(None), list[str]()
-    for name in dict.fromkeys(one.program for one in record.results):
+    for name in dict.fromkeys(one.program for one in found):
         backend, target, case_id, text = name.split()
         program = program_of(backend, target, specs[case_id.partition(":")[0]].parse_case(case_id))
         if program is None or program_id(program.ptx) != text:

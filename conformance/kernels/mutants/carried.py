@@ -33,6 +33,7 @@ from conformance.kernels.mutants.silicon import read
 from conformance.kernels.mutants.table import RECORD
 from megamoe.contract import HostProgram, Program
 from megamoe.contract.assembly import assemblers
+from megamoe.contract.counted import counted
 from megamoe.judge.guarded import GuardedCase
 from megamoe.ops import reference
 from megamoe.spec.load import load_specs
@@ -257,7 +258,9 @@ def main(given: list[str]) -> None:
     left += [said for one in every.values() if (said := carried.row(*one))]
     carried.write()
     print("\n".join(left))
-    print(f"{len(carried.rows)} rows, of them {len(bases)} of programs as they are; {len(left)} are left out")
+    print(
+        f"{counted(len(carried.rows), 'row')}, of them {len(bases)} of programs as they are; {len(left)} are left out"
+    )
 
 
 if __name__ == "__main__":

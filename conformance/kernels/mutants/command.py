@@ -7,8 +7,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from operator import attrgetter
 from pathlib import Path
 
 from conformance import ROOT
@@ -18,17 +20,20 @@ from conformance.kernels.mutants.campaign import (
     Outcome,
     Plan,
     Record,
+    Refused,
+    Subject,
     built_no_more,
     drops,
     examine,
+    is_theirs,
     planned,
     run,
     subjects,
 )
 from conformance.kernels.mutants.journal import Ran
-from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant
+from conformance.kernels.mutants.mutant import ID, SYNCHRONISATION, Mutant
 from conformance.kernels.mutants.options import RUNS
-from conformance.kernels.mutants.search import Effort, as_row, hunts
+from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunts
 from conformance.kernels.mutants.silicon import remember
 from conformance.kernels.mutants.smoke import smoked
 from conformance.kernels.mutants.table import (
@@ -44,30 +49,35 @@ from conformance.kernels.mutants.table import (
     reasons,
     survivors,
     table,
-    theirs,
 )
 from conformance.kernels.mutants.unmutated import Watch, watch
-from megamoe.contract import NoProgramError, UnsupportedError
+from megamoe.contract import NoProgramError, UnsupportedError, file_name
+from megamoe.contract.counted import counted
 from megamoe.records.lines import RecordError
 from megamoe.records.shards import Nth
 from megamoe.spec.marked_yaml import SpecError
-from megamoe.spec.selection import Selection, SelectionError
+from megamoe.spec.selection import Selection, SelectionError, nearest
+
+_BACKEND, _TARGET, _OP = attrgetter("backend"), attrgetter("target"), attrgetter("op")
 
 
 def perform(options: argparse.Namespace, given: Sequence[str]) -> int:
     """Runs a call and returns its exit status, as `__main__.main` documents it."""
     try:
         if options.table:
-            return _table(Record(*_records(options, RECORD)))
+            return _table(Record(*_records(options, RECORD)), options)
         if options.forget or options.smoke:
-            return _amended(Record(*_records(options, RECORD)), options)
+            with closing(Record(*_records(options, RECORD))) as record:
+                return _amended(record, options)
         if options.unmutated is not None:
-            return _unmutated(Watch(*(options.record or ())), options, given)
+            with closing(Watch(*(options.record or ()))) as record:
+                return _unmutated(record, options, given)
         if options.drops:
             DROPS.write_text(drops_table({target: drops(target) for target in DROPPED}, reasons()), "utf-8")
             print(f"{DROPS} is written")
             return 0
-        return _campaign(options, given)
+        with closing(Record(*_records(options, RUNS))) as record:
+            return _campaign(record, options, given)
     except (SelectionError, SpecError, UnsupportedError, NoProgramError, RecordError, ValueError, OSError) as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
@@ -78,43 +88,76 @@ def perform(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 def _records(options: argparse.Namespace, default: Path) -> list[Path]:
     """The files of `--record`, or `default`; for a user's backend always the file that its campaigns write."""
-    own = any(":" in name for name in options.backend or ())
-    return options.record or [RUNS if own else default]
+    return options.record or [RUNS if any(map(is_theirs, options.backend or ())) else default]
 
 
-def _table(record: Record) -> int:
-    if not record.results:
+def chosen(record: Record, options: argparse.Namespace) -> list[Outcome]:
+    """The part of a record that `--backend`, `--target`, `--op` and `--program` select. ValueError if it is empty."""
+    found = record.results
+    if not found:
         raise ValueError(f"{record.path} has no mutants; name what a campaign has written with --record")
-    ours = record.path.resolve() == RECORD
-    place = TABLE if ours else record.path.with_suffix(".md")
-    place.write_text(table(record, reasons(), ours=ours), "utf-8")
-    print(f"{place}: {len(record.results)} mutants")
+    for option, of in (("backend", _BACKEND), ("target", _TARGET), ("op", _OP)):
+        given = getattr(options, option)
+        if not given:
+            continue
+        there = sorted(set(map(of, record.results)))
+        if absent := [name for name in given if name not in there]:
+            like = nearest(absent[0], there)
+            raise ValueError(
+                f"{record.path} has no mutants of the {option} {absent[0]!r}; it has {', '.join(there)}{like}"
+            )
+        found = [one for one in found if of(one) in given]
+    if options.program:
+        found = [one for one in found if any(part in one.program for part in options.program)]
+    if not found:
+        raise ValueError(f"{record.path} has no mutants of this selection")
+    return found
+
+
+def _table(record: Record, options: argparse.Namespace) -> int:
+    found = chosen(record, options)
+    part = found if len(found) < len(record.results) else None
+    place, ours = _place(record.path, options if part else None)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(table(record, reasons(), ours=ours, chosen=part), "utf-8")
+    print(f"{place}: {counted(len(found), 'mutant')}")
     return 0
 
 
-def _campaign(options: argparse.Namespace, given: Sequence[str]) -> int:
-    record = Record(*_records(options, RUNS))
+def _place(record: Path, part: argparse.Namespace | None) -> tuple[Path, bool]:
+    """Where the table of a record, or of a part of it, is written; whether it is the tracked one."""
+    if part is None:
+        return (TABLE, True) if record.resolve() == RECORD else (record.with_suffix(".md"), False)
+    names = [name for given in (part.backend, part.target, part.op, part.program) for name in given or ()]
+    folder = RUNS.parent if record.resolve() == RECORD else record.parent
+    return folder / f"{record.stem}-{file_name('-'.join(names))}.md", False
+
+
+def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str]) -> int:
     selection = Selection(
         options.profile,
         *(tuple(names or ()) for names in (options.op, options.case, options.where, options.backend, options.target)),
         executors=("vm",),
     )
-    if options.search is not None:
-        return _search(record, selection, Effort(options.search, options.seconds or 60.0))
+    schedules = tuple(options.schedule or SCHEDULES)
     shard, parts = Nth.parse(options.shard), tuple(options.program or ())
     plan = Plan(selection, options.sync, options.others, options.seed, shard, parts)
+    programs = _programs(selection)
+    if options.search is not None:
+        return _search(record, plan, programs, Effort(options.search, options.seconds or 60.0, schedules))
     if options.id or options.text:
-        return _alone(options.id, options.text, plan)
-    todo, known = planned(plan, subjects(selection)), reasons()
+        return _alone(options.id, options.text, plan, programs, schedules)
+    todo, known = planned(plan, programs), reasons()
     if options.again or options.holes:
         lived = survivors(record, known)
-        chosen = {one.id for one, _ in lived} - (equivalent(lived) if options.holes else set[str]())
-        todo = [pair for pair in todo if pair[1].id in chosen]
+        wanted = {one.id for one, _ in lived} - (equivalent(lived) if options.holes else set[str]())
+        todo = [pair for pair in todo if pair[1].id in wanted]
     if not todo:
-        raise ValueError("no program with PTX is selected, so there is nothing to change")
+        again = " that lived" if options.again or options.holes else ""
+        raise ValueError(f"this call draws no mutant{again}: see --sync, --others, --shard and --program")
     record.append(_call(given, len(todo)))
     again, ran, unexplained, spent = options.again or options.holes, set[str](), 0, 0.0
-    schedules = tuple(options.schedule or SCHEDULES)
+    print(f"{counted(len(todo), 'mutant')}; an id is {ID}", flush=True)
 
     def argued(survivor: Outcome) -> bool:
         return excuses(reason_of(survivor, known))
@@ -128,22 +171,26 @@ def _campaign(options: argparse.Namespace, given: Sequence[str]) -> int:
     lived = survivors(record, known)
     killed, same = len(record.results) - len(lived), len(equivalent(lived))
     holes, excused = len(lived) - same, sum(not blamed(one, known) for one, _ in lived) - same
-    programs = sum({id(one): one.spent for one, _ in todo}.values())
-    print(f"{len(ran)} mutants took {spent:.0f} s of processor time, their programs as they are {programs:.0f} s")
-    counts = f"{killed} killed, {same} equivalent, {holes} holes, of which {excused} are excused"
-    print(f"{record.path}: {counts}; {left} of this call are left to run")
+    unchanged = sum({id(one): one.spent for one, _ in todo}.values())
+    print(
+        f"{counted(len(ran), 'mutant')} took {spent:.0f} s of processor time, their programs as they are "
+        f"{unchanged:.0f} s"
+    )
+    counts = f"{killed} killed, {same} equivalent, {counted(holes, 'hole')}, {excused} of them excused"
+    print(f"{record.path}: {counts}; {left} of this call left to run")
     return int(bool(unexplained))
 
 
 def blamed(survivor: Outcome, known: Sequence[Reason]) -> bool:
     """Whether nothing excuses a survivor. Reasons about missing checks excuse only our own backends."""
     why = reason_of(survivor, known)
-    return why is None or (theirs(survivor) and why.verdict == "hole")
+    return why is None or (survivor.theirs and why.verdict == "hole")
 
 
 def told_of(one: Outcome, known: Sequence[Reason]) -> str:
     """A line about a mutant's outcome; for a survivor, with the reason in `known`."""
-    change = f"{one.id} `{one.before}` -> `{one.after}`, {one.runs} runs, {one.seconds:.1f} s"
+    program = one.program.rpartition(" ")[0]
+    change = f"{program}, {one.id} `{one.before}` -> `{one.after}`, {counted(one.runs, 'run')}, {one.seconds:.1f} s"
     if one.killed:
         return f"{one.check} on {one.case}, {one.schedule}: {change}"
     why = reason_of(one, known)
@@ -153,43 +200,72 @@ def told_of(one: Outcome, known: Sequence[Reason]) -> str:
     return f"SURVIVED, {fate}: {change}: {why.why}"
 
 
-def _search(record: Record, selection: Selection, effort: Effort) -> int:
+def _programs(selection: Selection) -> list[Subject]:
+    """The programs of a selection. Prints what is left out; ValueError with it if there is no program."""
+    refused: Refused = {}
+    programs = subjects(selection, refused)
+    told = [
+        f"{counted(len(some), 'case', 'is', 'are')} left out, as the backend refuses ({some[0]}): {sentence}"
+        for sentence, some in refused.items()
+    ]
+    if not programs:
+        raise ValueError("; ".join(["no program with PTX is selected, so there is nothing to change", *told]))
+    for one in told:
+        print(one, flush=True)
+    return programs
+
+
+def _search(record: Record, plan: Plan, programs: Sequence[Subject], effort: Effort) -> int:
     """For each survivor of `record` whose reason is a hole: finds a case that kills it, and prints the rows to add."""
     lived = survivors(record, reasons())
     holes = {one.id for one, _ in lived} - equivalent(lived)
     if not holes:
         raise ValueError(f"{record.path} has no survivor that is a hole, so there is nothing to search for")
-    todo = [pair for pair in planned(Plan(selection, None, None), subjects(selection)) if pair[1].id in holes]
+    every = Plan(plan.selection, None, None, programs=plan.programs)
+    todo = [pair for pair in planned(every, programs) if pair[1].id in holes]
     # A case rarely kills a mutant of an ordering instruction, so the others come first.
     todo.sort(key=lambda pair: pair[1].kind in SYNCHRONISATION)
     if not todo:
-        raise ValueError(f"none of the {len(holes)} holes of {record.path} is in a program of this selection")
-    print(f"{len(todo)} holes, each for up to {effort.examples} draws and {effort.seconds:g} s", flush=True)
+        raise ValueError(f"no hole of {record.path} ({len(holes):,} in all) is in a program of this selection")
+    draws = counted(effort.examples, "draw")
+    print(f"{counted(len(todo), 'hole')}, each for up to {draws} and {effort.seconds:g} s", flush=True)
     rows: dict[str, list[str]] = {}
     for at, one in enumerate(hunts(todo, effort), 1):
         fate = f"{one.killer.check} on {one.killer.case}, {one.killer.schedule}" if one.killer else "still lives"
         change = f"`{one.mutant.before}` -> `{one.mutant.after}`"
-        drawn = f"{len(one.tried)} drawn cases build its text, {len(one.others)} another or none"
-        print(f"{at}/{len(todo)} {fate}: {one.mutant.id} {change}, {drawn}", flush=True)
+        program = one.subject.name.rpartition(" ")[0]
+        print(f"{at}/{len(todo)} {fate}: {program}, {one.mutant.id} {change}, {drawn_of(one)}", flush=True)
         if one.killer is not None:
             row = as_row(one.spec.parse_case(one.killer.case))
             rows.setdefault(f"specs/{one.subject.op}.yaml {row}", []).append(one.mutant.id)
-    print(f"{sum(map(len, rows.values()))} of {len(todo)} would be killed by {len(rows)} more rows")
+    print(f"{sum(map(len, rows.values()))} of {len(todo)} would be killed by {counted(len(rows), 'more row')}")
     for row, ids in sorted(rows.items(), key=lambda pair: -len(pair[1])):
         print(f"{row}  # kills {len(ids)}: {', '.join(ids[:3])}")
     return 0
+
+
+def drawn_of(one: Hunt) -> str:
+    """What became of the cases that were drawn for a mutant."""
+    draws = len(one.tried) + len(one.others) + len(one.refused)
+    return (
+        f"of {counted(draws, 'drawn case')} {len(one.tried)} built its text, {len(one.others)} another, and the "
+        f"backend refused {len(one.refused)}"
+    )
 
 
 def _amended(record: Record, options: argparse.Namespace) -> int:
     """Drops programs that are built no more; runs the rows of the profile smoke."""
     if options.forget:
         remember({str(one.id): one.killed for one in record.results})
-        for name in built_no_more(record):
+        for name in built_no_more(chosen(record, options)):
             record.forget(name)
             print(f"{record.path}: without {name}, which is built no more")
     if options.smoke:
-        for one in smoked(record, equivalent(survivors(record, reasons())), options.seconds, again=options.again):
-            print(f"{one.id}: {one.smoke or 'no row of smoke kills it'}", flush=True)
+        wanted = {one.id for one in chosen(record, options)}
+        skipped = equivalent(survivors(record, reasons())) | {one.id for one in record.results if one.id not in wanted}
+        for one in smoked(record, skipped, options.seconds, again=options.again):
+            program = one.program.rpartition(" ")[0]
+            print(f"{one.smoke or 'no row of smoke kills it'}: {program}, {one.id}", flush=True)
     return 0
 
 
@@ -200,23 +276,29 @@ def _unmutated(record: Watch, options: argparse.Namespace, given: Sequence[str])
         fate = one.left_out or "; ".join(one.errors) or "no error"
         rows = f"{record.rows}/{options.unmutated} rows"
         print(f"{rows}, {one.case} on {one.backend} {one.target}: {fate}, {one.seconds:.1f} s", flush=True)
-    print(f"{record.path}: {record.rows} rows, {len(record.wrong)} cases with an error")
+    wrong = counted(len(record.wrong), "case")
+    print(f"{record.path}: {counted(record.rows, 'row')}, {wrong} with an error")
     return int(bool(record.wrong))
 
 
-def _alone(name: str | None, text: str | None, plan: Plan) -> int:
-    """Runs one mutant by its id, or those of the instructions that have `text`, and keeps no record."""
+def _alone(
+    name: str | None, text: str | None, plan: Plan, programs: Sequence[Subject], schedules: Sequence[str]
+) -> int:
+    """Runs one mutant by its id, or those of the instructions that have `text`, and keeps no record. Returns 1 if one
+    lives that nothing excuses."""
     every = Plan(plan.selection, None, None, programs=plan.programs if name is None else (name.partition("/")[0],))
-    found = planned(every, subjects(plan.selection))
+    found = planned(every, programs)
     wanted = [pair for pair in found if pair[1].id == name or (text and pair[1].line and text in pair[1].before)]
     if not wanted and name:
         raise ValueError(f"no program of this selection has a mutant {name!r}; ids begin with the text's SHA-256")
     if not wanted:
         raise ValueError(_no_instruction(str(text), [mutant for _, mutant in found]))
-    known = reasons()
+    known, unexplained = reasons(), 0
     for subject, mutant in wanted:
-        print(told_of(examine(subject, mutant), known), flush=True)
-    return 0
+        outcome = examine(subject, mutant, schedules)
+        unexplained += not outcome.killed and blamed(outcome, known)
+        print(told_of(outcome, known), flush=True)
+    return int(bool(unexplained))
 
 
 def _no_instruction(text: str, every: Sequence[Mutant]) -> str:

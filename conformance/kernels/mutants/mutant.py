@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -452,8 +452,35 @@ _KINDS: dict[str, Callable[[Instruction], Iterator[str]]] = {
     "rounding": _rounding,
     "store": _store,
 }
-KINDS = (*_KINDS, "move", "launch", "tensor-map")
-"""Every class of mutants."""
+MEANINGS: Mapping[str, str] = {
+    "drop": "a synchronising instruction is missing; a wait is over at once",
+    "weaken": "a synchronisation orders less: a narrower scope, `.relaxed`, one more pending group, an arrival "
+    "that does not wait",
+    "widen": "a synchronisation orders more than it needs to, which may only cost time",
+    "parity": "an mbarrier is waited for in the other phase",
+    "count": "an mbarrier or a named barrier expects one arrival (a warp) more or less, or has another number",
+    "bytes": "a bulk copy or `expect_tx` has 16 bytes more or less",
+    "matrix-descriptor": "an MMA reads shared memory from another address, with another stride or swizzle",
+    "instruction-descriptor": "an MMA has another type, sign, transposition, M or N, or D is added to or not",
+    "tensor-memory": "tensor memory is used at the next column or the next lanes, or another size of it is allocated",
+    "setp": "a comparison has its bound on the other side: `lt` is `le`, `eq` is `ne`",
+    "immediate": "a constant is one larger, or 1/64 if it is a float",
+    "address": "a memory access or a tile is some elements further",
+    "operand": "operands are swapped, or one stands for the other",
+    "opcode": "an operation is another: `add` is `sub`, `min` is `max`, `.lo` is `.hi`",
+    "predicate": "an instruction runs exactly where it must not",
+    "guard": "an instruction runs everywhere",
+    "rounding": "a rounding is another, or subnormal numbers are kept",
+    "store": "a store or a copy is missing",
+    "move": "a synchronisation stands behind the next memory access, or before the previous one",
+    "launch": "the grid, the block or an argument of a launch is another",
+    "tensor-map": "a size, a stride, the box, the swizzle or the fill of a tensor map is another",
+}
+"""Every class of mutants, and what a mutant of it has."""
+KINDS = tuple(MEANINGS)
+ID = "the beginning of the SHA-256 of the program's PTX / the class / the PTX line . the number of the change there"
+"""The parts of a mutant's id, as `1a2b3c4d5e6f/drop/79.0`. A changed launch has its number and field in place of a
+line."""
 
 
 def _integer(text: str) -> int:

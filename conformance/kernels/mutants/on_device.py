@@ -25,6 +25,8 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
+from megamoe.contract.counted import counted
+
 DEADLOCK = "racecheck, deadlocks"
 """Racecheck with its option that looks for endless waits."""
 TOOLS = {
@@ -392,7 +394,9 @@ def main(folder: Path, out: Path, seconds: float, processes: int) -> None:
         for name, jobs in under_tools(bases, some, fates).items():
             stage.jobs.extend(job for job in jobs if (job[0], job[1][0]) not in stage.answers)
             stage.perform()
-            print(f"{of}, {name}: {len(stage.answers)} answers, {time.monotonic() - begun:.1f} s", flush=True)
+            print(
+                f"{of}, {name}: {counted(len(stage.answers), 'answer')}, {time.monotonic() - begun:.1f} s", flush=True
+            )
     for tool in TOOLS:
         print(f"{tool}, as they are: {_counted(stage, tool, bases)}", flush=True)
         print(f"{tool}: {_counted(stage, tool, others)}", flush=True)

@@ -5,46 +5,115 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import NoReturn
 
-ABOUT = "Run mutants of programs, or write a table of them. A call that is repeated goes on where the record ends."
-RUNS = Path("results/runs/mutants.jsonl")
-"""Where a campaign writes without `--record`."""
+ABOUT = """Change one thing in a program and see whether a check notices: docs/mutants.md. Without an option of "instead
+of a campaign" it runs mutants of the programs that the cases build, until a check kills each. A call that is repeated
+goes on where the record ends."""
+RUNS = Path("results/mutants/campaign.jsonl")
+"""Where a campaign writes without `--record`; not among the runs of `megamoe run`, which it is none of."""
+READS = {
+    "table": ("op", "backend", "target", "program"),
+    "smoke": ("op", "backend", "target", "program"),
+    "forget": ("op", "backend", "target", "program"),
+    "drops": (),
+    "unmutated": (),
+}
+"""Options that select programs or cases, by the option that reads only these."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with an option in one sentence: the usage of two dozen options would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"mutants: {message}; --help lists the options\n")
 
 
 def parsed(given: list[str]) -> argparse.Namespace:
-    """Parses the options. SystemExit with status 2 for an unknown option."""
-    parser = argparse.ArgumentParser(prog="nox -s mutants --", description=ABOUT)
-    parser.add_argument("--profile", default="smoke", help="the cases: a profile of the specs")
-    for name in ("op", "case", "where", "backend", "target", "schedule"):
-        parser.add_argument(f"--{name}", action="append", help="as of megamoe run; may be repeated")
-    parser.add_argument("--program", action="append", metavar="TEXT", help="only programs with TEXT in their name")
-    parser.add_argument("--sync", type=_count, default=10, metavar="N", help="mutants of synchronisation, or `all`")
-    parser.add_argument("--others", type=_count, default=10, metavar="N", help="mutants of other classes, or `all`")
-    parser.add_argument("--seed", type=int, default=0, help="which are drawn")
-    parser.add_argument(
-        "--shard", default="1/1", metavar="i/n", help="every n-th mutant, from the i-th on; each to a record of its own"
-    )
-    parser.add_argument("--seconds", type=_seconds, help="processor time after which no mutant begins; of one hunt")
-    parser.add_argument(
-        "--record",
-        action="append",
-        type=Path,
-        help=f"JSON lines, by default {RUNS}; several for shards, of which the first is written to. --table, --smoke "
-        "and --forget take results/mutants.jsonl unless --backend names one of your own",
-    )
-    parser.add_argument("--again", action="store_true", help="run what lived, of those drawn, once more")
-    parser.add_argument("--holes", action="store_true", help="as --again, but none that is equivalent")
-    parser.add_argument("--smoke", action="store_true", help="ask what rows of the profile smoke kill, of the record")
-    parser.add_argument("--forget", action="store_true", help="leave programs that are built no more out of the record")
-    parser.add_argument(
-        "--id", help="run this mutant alone, of a --case and --backend that build its program, and say what kills it"
-    )
-    parser.add_argument("--text", help="run the mutants of the instructions with TEXT alone, as tcgen05.wait::st")
-    parser.add_argument("--drops", action="store_true", help="write results/mutations.md: two programs, run now")
-    parser.add_argument("--search", type=int, metavar="N", help="draw up to N cases to kill a hole of the record")
-    parser.add_argument("--unmutated", type=int, metavar="N", help="N rows of programs as they are, in random orders")
-    parser.add_argument("--table", action="store_true", help="write the record's table beside it")
-    return parser.parse_args(given)
+    """Parses the options. SystemExit with status 2 for one that is unknown, or that another one does not read."""
+    parser = _Parser(prog="nox -s mutants --", description=ABOUT, epilog="Exit status: 1 if a mutant that a campaign, "
+                     "--id or --text has run lives without an excuse; 2 for unusable options; 130 after Ctrl-C; 0 "
+                     "otherwise. --table, --smoke, --search and --forget are reports, and end with 0 whatever lives. "
+                     "--unmutated ends with 1 for an error.")  # fmt: skip
+    _add_selection(parser.add_argument_group("which programs and cases"))
+    _add_draws(parser.add_argument_group("which mutants of them"))
+    _add_record(parser.add_argument_group("the record"))
+    _add_others(parser.add_argument_group("instead of a campaign"))
+    options = parser.parse_args(given)
+    for mode, read in READS.items():
+        idle = [one for one in SELECTING if getattr(options, one) and one not in read]
+        if getattr(options, mode) not in (None, False) and idle:
+            these = f"only --{', --'.join(read)}" if read else "no other option, as its programs are fixed"
+            parser.error(f"--{mode} reads {these}, so --{idle[0]} would do nothing")
+    return options
+
+
+SELECTING = ("op", "case", "where", "backend", "target", "schedule", "program")
+"""Options that select programs, cases or schedules."""
+_Group = argparse._ArgumentGroup  # pyright: ignore[reportPrivateUsage]
+
+
+def _add_selection(group: _Group) -> None:
+    group.add_argument("--profile", default="smoke", metavar="NAME", help="The cases of this profile of the specs. "
+                       "`full` has more of them: use it for what survives smoke. [default: smoke]")  # fmt: skip
+    for name, metavar, about in (
+        ("op", "OP", "Only the cases of this op."),
+        ("case", "ID", "Only this case, as `megamoe list` prints it; it need not be in the profile. Use a small one to "
+         "learn something in a minute."),
+        ("where", "AXIS=VALUE", "Only cases with these values, as in `megamoe run`: hd=64|128,t=1."),
+        ("backend", "NAME", "Only this backend; module:ATTRIBUTE for one of your own."),
+        ("target", "TARGET", "Only programs for this target, as sm_90a."),
+        ("schedule", "NAME", "Run under this schedule, not the five of a campaign. One is faster and kills less."),
+    ):  # fmt: skip
+        group.add_argument(f"--{name}", action="append", metavar=metavar, help=f"{about} May be repeated.")
+    group.add_argument("--program", action="append", metavar="TEXT", help="Only programs with TEXT in their name, "
+                       "which the table has: use it to come back to one of many. May be repeated.")  # fmt: skip
+
+
+def _add_draws(group: _Group) -> None:
+    group.add_argument("--sync", type=_count, default=10, metavar="N", help="How many mutants of synchronisation are "
+                       "drawn of each program, or `all`. Start with all: they are what the machine is for. "
+                       "[default: 10]")  # fmt: skip
+    group.add_argument("--others", type=_count, default=10, metavar="N", help="How many mutants of the other classes, "
+                       "or `all`. There are thousands, so draw 20 to 40. [default: 10]")  # fmt: skip
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="Another seed draws other mutants: use it to "
+                       "widen a sample. [default: 0]")  # fmt: skip
+    group.add_argument("--shard", default="1/1", metavar="i/n", help="Every n-th mutant, from the i-th on: use it for "
+                       "n processes or hosts, each with a --record of its own. [default: 1/1]")  # fmt: skip
+    group.add_argument("--seconds", type=_seconds, metavar="S", help="Processor time after which no mutant begins; "
+                       "with --search, the time for each hole. Use it to try out a call.")  # fmt: skip
+    group.add_argument("--again", action="store_true", help="Run what lived, of those drawn, once more: use it after a "
+                       "change of the machine or of the checks.")  # fmt: skip
+    group.add_argument("--holes", action="store_true", help="As --again, but none that is equivalent: use it after a "
+                       "new row or a fix.")  # fmt: skip
+
+
+def _add_record(group: _Group) -> None:
+    group.add_argument("--record", action="append", type=Path, metavar="FILE", help="Where results are written and "
+                       "read: JSON lines. Several are shards, of which the first is written to. --table, --smoke and "
+                       "--forget take results/mutants.jsonl unless --backend names one of your own. "
+                       f"[default: {RUNS}]")  # fmt: skip
+    group.add_argument("--forget", action="store_true", help="Leave programs that are built no more out of the record: "
+                       "use it after a change of a kernel.")  # fmt: skip
+
+
+def _add_others(group: _Group) -> None:
+    group.add_argument("--table", action="store_true", help="Write the record as a page of Markdown beside it. --op, "
+                       "--backend, --target and --program choose a part.")  # fmt: skip
+    group.add_argument("--smoke", action="store_true", help="Ask which mutants of the record the rows of the profile "
+                       "smoke kill: use it to learn what CI alone would notice.")  # fmt: skip
+    group.add_argument("--id", metavar="ID", help="Run one mutant, of the --case and --backend that build its program, "
+                       "and say what kills it. Nothing is recorded: use it while you write a check.")  # fmt: skip
+    group.add_argument("--text", metavar="TEXT", help="Run all mutants of the instructions with TEXT, as "
+                       "tcgen05.wait::st. Nothing is recorded: use it to ask whether one instruction is "
+                       "tested.")  # fmt: skip
+    group.add_argument("--search", type=int, metavar="N", help="For each hole of the record draw up to N cases from "
+                       "the ranges of the spec, and print the rows that kill it: use it to find a missing "
+                       "row.")  # fmt: skip
+    group.add_argument("--drops", action="store_true", help="Write results/mutations.md, about two programs of ours: "
+                       "use it after a change of a rule of the machine.")  # fmt: skip
+    group.add_argument("--unmutated", type=int, metavar="N", help="Run N rows of our programs as they are, under "
+                       "random schedules: use it to look for false alarms.")  # fmt: skip
 
 
 def _count(text: str) -> int | None:

@@ -16,9 +16,9 @@ from hypothesis.errors import NoSuchExample
 
 from conformance.kernels.laws.law import Law, laws_of
 from conformance.kernels.laws.strategies import cases
-from conformance.kernels.mutants.campaign import SCHEDULES, Built, Outcome, Subject, examine, program_of
+from conformance.kernels.mutants.campaign import SCHEDULES, Built, Outcome, Subject, built_program, examine
 from conformance.kernels.mutants.mutant import Mutant
-from megamoe.contract import Case
+from megamoe.contract import Case, UnsupportedError
 from megamoe.spec.spec import Spec
 
 
@@ -33,14 +33,15 @@ class Effort:
 
 @dataclass(slots=True)
 class Hunt:
-    """The search for one mutant. `tried`: the cases that built its text. `others`: those that built another text or
-    none. `killer`: the smallest case that killed it."""
+    """The search for one mutant. `tried`: the cases that built its text. `others`: those that built another text, or a
+    program without PTX. `refused`: those that the backend does not take. `killer`: the smallest case that killed it."""
 
     subject: Subject
     mutant: Mutant
     effort: Effort
     tried: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
     others: set[str] = field(default_factory=set[str])
+    refused: set[str] = field(default_factory=set[str])
     killer: Outcome | None = None
     _begun: float = field(default_factory=time.process_time)
 
@@ -49,11 +50,15 @@ class Hunt:
         program fails there, which is another kind of finding."""
         if case.id in self.tried:
             return self.tried[case.id].killed
-        if case.id in self.others:
+        if case.id in self.others or case.id in self.refused:
             return False
         if time.process_time() - self._begun > self.effort.seconds:
             return False
-        built = self._built(case)
+        try:
+            built = self._built(case)
+        except UnsupportedError:
+            self.refused.add(case.id)
+            return False
         if built is None:
             self.others.add(case.id)
             return False
@@ -65,7 +70,7 @@ class Hunt:
         return found.killed
 
     def _built(self, case: Case) -> Built | None:
-        program = program_of(self.subject.backend, self.subject.target, case)
+        program = built_program(self.subject.backend, self.subject.target, case)
         if program is None or program.ptx != self.subject.built[0].program.ptx:
             return None
         return Built(self.spec, case, program)

@@ -19,6 +19,7 @@ from typing import Any
 from conformance import ROOT
 from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION
 from conformance.kernels.mutants.on_device import ALONE, TOOLS
+from megamoe.contract.counted import counted
 from megamoe.records.files import write_file
 
 SILICON = ROOT / "results" / "records" / "h200-mutants.json"
@@ -133,7 +134,8 @@ def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str], 
         "`results/records/h200-mutants.json` has mutants of sm_90a programs, each on the case that kills it in the VM.",
         "Each was launched alone (20 launches, bits compared with the unchanged program's), then once under each tool",
         "of compute-sanitizer (`conformance/kernels/mutants/carried.py` and `on_device.py` in that folder). The",
-        f"programs are the kernels of that session: {len(texts & set(programs))} of their {len(texts)} texts are among",
+        f"programs are the kernels of that session: {len(texts & set(programs))} of their "
+        f"{counted(len(texts), 'text')} are among",
         "those of the rest of this page, and the others are of older kernels.",
         "",
         f"Unchanged programs: {len(whole)}, {sum(one.fate == 'right' for one in whole)} right; {_tools_of(whole)}.",
@@ -273,7 +275,7 @@ def main(given: Sequence[str]) -> None:
     else:
         seen = seen_of(rows, answers)
     _write(seen, SILICON)
-    print(f"{SILICON}: {len(seen)} rows")
+    print(f"{SILICON}: {counted(len(seen), 'row')}")
 
 
 if __name__ == "__main__":

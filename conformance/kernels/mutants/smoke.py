@@ -50,15 +50,20 @@ def smoked(
     """Runs smoke on the mutants without an answer in `record`, for at most `seconds` of processor time, and records the
     answers.
 
-    `excused`: ids of mutants that nothing can kill. `again`: also repeats mutants that no smoke row killed before.
+    `excused`: ids of mutants that are not asked about. `again`: also repeats mutants that no smoke row killed before.
     `selection`: rows of smoke, or fewer.
     """
     begun = time.process_time()
-    built = {program_id(one.built[0].program.ptx): one for one in subjects(selection)}
+    asked = [one for one in record.results if one.id not in excused]
+    # The rows of smoke are of registered backends; with `megamoe run --backend`, those of a user's backend are, too.
+    own = tuple(dict.fromkeys(one.backend for one in asked if one.theirs))
+    programs = subjects(replace(selection, backends=own)) if own else []
+    programs += subjects(selection) if any(not one.theirs for one in asked) else []
+    built = {program_id(one.built[0].program.ptx): one for one in programs}
     of_program: dict[str, dict[str, Mutant]] = {}
-    for one in record.results:
+    for one in asked:
         known = check_of(one)
-        if one.id in excused or (known is not None and (known or not again)):
+        if known is not None and (known or not again):
             continue
         if seconds is not None and time.process_time() - begun > seconds:
             return

@@ -14,12 +14,13 @@ from typing import Literal, TypeGuard
 
 from conformance import ROOT
 from conformance.kernels.mutants.campaign import DROPPED, SCHEDULES, Outcome, Record
-from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION
+from conformance.kernels.mutants.mutant import ID, KINDS, MEANINGS, SYNCHRONISATION
 from conformance.kernels.mutants.silicon import read as read_silicon
 from conformance.kernels.mutants.silicon import told as told_of_silicon
 from conformance.kernels.mutants.smoke import check_of
 from conformance.kernels.mutants.unmutated import Watch
 from conformance.kernels.mutants.unmutated import told as told_of_rows
+from megamoe.contract.counted import counted
 from megamoe.spec.marked_yaml import read_marked_yaml
 
 RECORD = ROOT / "results" / "mutants.jsonl"
@@ -53,17 +54,11 @@ class Reason:
     def explains(self, one: Outcome) -> bool:
         """Whether the reason applies to an outcome. A user's program is covered only by reasons that rest on PTX alone,
         or on the machine's own run of this mutant."""
-        if theirs(one) and not (self.any_program or (self.reached and self.program == "*")):
+        if one.theirs and not (self.any_program or (self.reached and self.program == "*")):
             return False
         pairs = ((one.kind, self.kind), (one.before, self.before), (one.after, self.after), (one.program, self.program))
         fits = self.reached is None or one.reached is self.reached
         return fits and all(fnmatchcase(seen, pattern) for seen, pattern in pairs)
-
-
-def theirs(one: Outcome) -> bool:
-    """Whether the outcome's backend is not part of the project. `backends.cutedsl:CTA_PAIRS` is part of it."""
-    backend = one.program.partition(" ")[0]
-    return ":" in backend and not backend.startswith("backends.")
 
 
 def reasons(path: Path = REASONS) -> list[Reason]:
@@ -109,22 +104,29 @@ def equivalent(told: Iterable[tuple[Outcome, Reason | None]]) -> set[str]:
     return {one.id for one, why in told if excuses(why)}
 
 
-def table(record: Record, known: Sequence[Reason], *, ours: bool = True) -> str:
+def table(
+    record: Record, known: Sequence[Reason], *, ours: bool = True, chosen: Sequence[Outcome] | None = None
+) -> str:
     """Returns a record as Markdown. `ours`: includes the runs of the project's unchanged programs, and those on a
-    device."""
-    found, told = record.results, survivors(record, known)
+    device. `chosen`: the part of the record to tell of, if not all of it."""
+    found = record.results if chosen is None else chosen
+    ids = {one.id for one in found}
+    told = [pair for pair in survivors(record, known) if pair[0].id in ids]
     equal = equivalent(told)
     lines = [
         "# Mutants",
         "",
         "A mutant is a program with one change; the VM runs it until a check kills it. `nox -s mutants -- --table`",
-        f"writes this page from `{record.path.name}` (docs/mutants.md). `conformance/kernels/mutants/mutant.py` has",
-        "the classes, and `survivors.yaml` in that folder the reasons. A mutant is killed by a verdict other than",
-        "passed, or by a finding that the unchanged program does not have. The schedule `collected` is eager with",
-        "findings collected, as at the doors; `few_ctas:N` is N persistent CTAs (`few_ctas.py` in that folder).",
-        "`nox -s mutants -- --id ID` runs one mutant again.",
+        f"writes this page from `{record.path.name}` (docs/mutants.md). `conformance/kernels/mutants/survivors.yaml`",
+        "has the reasons. A mutant is killed by a verdict other than passed, or by a finding that the unchanged",
+        "program does not have. The schedule `collected` is eager with findings collected, as at the doors;",
+        "`few_ctas:N` is N persistent CTAs (`few_ctas.py` in that folder).",
         "",
-        *(_of_their_programs() if any(map(theirs, found)) else ()),
+        f"An id is {ID}.",
+        "`nox -s mutants -- --id ID`, with the `--backend` and a `--case` of its program, runs one mutant again.",
+        "",
+        *([] if chosen is None else _of_a_part(found, record)),
+        *(_of_their_programs() if any(one.theirs for one in found) else ()),
         _sum("All", found, equal),
         _sum("Synchronisation only", [one for one in found if one.kind in SYNCHRONISATION], equal),
         *_by_smoke(found, equal),
@@ -134,8 +136,8 @@ def table(record: Record, known: Sequence[Reason], *, ours: bool = True) -> str:
         *(_of_our_programs(found) if ours else ()),
         "## By class",
         "",
-        "| class | mutants | killed | equivalent | holes | killed of those not equivalent |",
-        "|---|---|---|---|---|---|",
+        "| class | a mutant of it | mutants | killed | equivalent | holes | killed of those not equivalent |",
+        "|---|---|---|---|---|---|---|",
         *(_class(kind, [one for one in found if one.kind == kind], equal) for kind in KINDS if _any(found, kind)),
         "",
         "## By check",
@@ -173,11 +175,15 @@ def table(record: Record, known: Sequence[Reason], *, ours: bool = True) -> str:
         "time, and the git tree of `backends/vm`. If a mutant was run again, its last outcome counts.",
         "",
         *(
-            f"- `{one.command}`: {one.planned} mutants, {one.started}, `backends/vm` {one.machine}"
+            f"- `{one.command}`: {counted(one.planned, 'mutant')}, {one.started}, `backends/vm` {one.machine}"
             for one in record.calls
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _of_a_part(found: Sequence[Outcome], record: Record) -> list[str]:
+    return [f"This is a part of the record: {counted(len(found), 'mutant')} of {len(record.results):,}.", ""]
 
 
 def _of_their_programs() -> list[str]:
@@ -221,25 +227,34 @@ def _by_program(found: Iterable[Outcome]) -> list[list[Outcome]]:
 def _sum(what: str, found: Sequence[Outcome], equal: set[str]) -> str:
     killed, same = sum(one.killed for one in found), sum(one.id in equal for one in found)
     share = f" ({killed / (len(found) - same):.1%})" if len(found) > same else ""
-    return f"{what}: {len(found)} mutants, {same} equivalent; {killed} of the other {len(found) - same} killed{share}."
+    every = counted(len(found), "mutant")
+    return f"{what}: {every}, {same:,} equivalent; {killed:,} of the other {len(found) - same:,} killed{share}."
 
 
 def _by_smoke(found: Sequence[Outcome], equal: set[str]) -> list[str]:
     """Kills of the profile smoke alone: its rows as they are judged, and the counters that the gate compares."""
     asked = [(one, check) for one in found if one.id not in equal and (check := check_of(one)) is not None]
     killed = sum(bool(check) for _, check in asked)
-    left = len(found) - len(equal) - len(asked)
-    share = f" ({killed / len(asked):.1%})" if asked else ""
+    every = len(found) - len(equal)
+    left = every - len(asked)
+    if left and all(one.smoke is None for one in found):
+        return [
+            "What rows of the profile smoke alone kill was not measured; `nox -s mutants -- --smoke` runs them on "
+            f"the {counted(left, 'mutant')} that another check killed or that lived."
+        ]
+    least, most = (f"{number / every:.1%}" if every else "" for number in (killed, killed + left))
+    share = f" ({least})" if least and not left else ""
+    more = f"; {counted(left, 'other', 'has', 'have')} not run there, so the share is {least} to {most}" if left else ""
     return [
         "Rows of the profile smoke alone, with the counters that the gate compares for them, kill "
-        f"{killed} of {len(asked)} that are not equivalent{share}; {left} have not run there."
+        f"{killed:,} of {len(asked):,} that are not equivalent{share}{more}."
     ]
 
 
 def _class(kind: str, found: Sequence[Outcome], equal: set[str]) -> str:
     killed, same = sum(one.killed for one in found), sum(one.id in equal for one in found)
     share = f"{killed / (len(found) - same):.0%}" if len(found) > same else ""
-    return f"| {kind} | {len(found)} | {killed} | {same} | {len(found) - killed - same} | {share} |"
+    return f"| {kind} | {MEANINGS[kind]} | {len(found)} | {killed} | {same} | {len(found) - killed - same} | {share} |"
 
 
 def _program(found: Sequence[Outcome], equal: set[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from conformance import ROOT
+from conformance.fakes import backends
 from conformance.kernels.mutants.__main__ import main
 from conformance.kernels.mutants.campaign import (
     FEW_CTAS,
@@ -31,14 +33,26 @@ from conformance.kernels.mutants.campaign import (
     run,
     subjects,
 )
-from conformance.kernels.mutants.command import blamed, told_of
+from conformance.kernels.mutants.command import blamed, drawn_of, told_of
 from conformance.kernels.mutants.journal import Ran
-from conformance.kernels.mutants.mutant import KINDS, SYNCHRONISATION, Edit, LaunchEdit, Mutant, instructions, mutants
+from conformance.kernels.mutants.mutant import (
+    ID,
+    KINDS,
+    MEANINGS,
+    SYNCHRONISATION,
+    Edit,
+    LaunchEdit,
+    Mutant,
+    instructions,
+    mutants,
+)
+from conformance.kernels.mutants.options import RUNS as CAMPAIGN
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunt
 from conformance.kernels.mutants.smoke import check_of, smoked
 from conformance.kernels.mutants.table import RECORD, TABLE, Reason, reason_of, reasons, survivors, table
 from conformance.kernels.mutants.unmutated import Watch, Watched, told, watch, watched
 from megamoe.contract import BufferArg, Launch, Program, RunOptions, ScalarArg, TensorMapArg
+from megamoe.records.files import RUNS
 from megamoe.records.lines import RecordError
 from megamoe.records.shards import Nth
 from megamoe.spec.load import load_specs
@@ -256,6 +270,10 @@ def test_a_search_leaves_other_programs_alone(program: Subject) -> None:
     assert not one.kills(program.built[0].spec.parse_case("fmha:hd=128,t=1,s_k=8"))
     assert not one.tried, "it ran on a program that the mutant was not made from"
     assert len(one.others) == 1, "a draw that says nothing about the mutant is not counted"
+    elsewhere = replace(one, subject=replace(program, backend=f"{backends.__name__}:DECLINES", target="sm_100a"))
+    assert not elsewhere.kills(program.built[0].case)
+    told = drawn_of(elsewhere)
+    assert told == "of 2 drawn cases 0 built its text, 1 another, and the backend refused 1", told
 
 
 def test_a_mutant_of_no_consequence_survives_as_the_same_code(program: Subject) -> None:
@@ -348,7 +366,7 @@ def test_a_program_that_is_built_no_more_is_forgotten(program: Subject, tmp_path
     gone = f"ptx sm_90a {first} 0123456789ab"
     for name, text in (("a", program.name), ("b", gone)):
         record.append(Outcome(f"{name}/drop/1.0", text, "drop", 1, "bar.sync 0;", ""))
-    assert built_no_more(record) == [gone], "the backend builds another text for this case"
+    assert built_no_more(record.results) == [gone], "the backend builds another text for this case"
     record.forget(gone)
     again = Record(record.path)
     assert (set(again.by_id), len(again.calls)) == ({"a/drop/1.0"}, 1), "what was run of the other program stays"
@@ -492,7 +510,8 @@ def test_a_file_that_is_no_record_is_left_as_it_is(
 ) -> None:
     path = tmp_path / "notes.jsonl"
     path.write_text(held)
-    assert main([option, "--record", str(path), "--case", "fmha:hd=64,t=1,s_k=1"]) == 2
+    case = ["--case", "fmha:hd=64,t=1,s_k=1"] if option == "--holes" else []
+    assert main([option, "--record", str(path), *case]) == 2
     assert f"{path}:1: " in (told := capsys.readouterr().err), told
     assert "name another file with --record" in told, told
     assert (path.read_text(), list(tmp_path.iterdir())) == (held, [path]), "somebody's file was changed"
@@ -505,10 +524,136 @@ def test_the_table_of_somebody_s_record_lies_beside_it(tmp_path: Path, capsys: p
     record.append(Outcome("a/drop/1.0", "mine:BACKEND sm_90a fmha:hd=64,t=1,s_k=1 a", "drop", 1, "bar.sync 0;", ""))
     assert main(["--table", "--record", str(record.path)]) == 0
     assert str(place := tmp_path / "mine.md") in capsys.readouterr().out
-    assert "All: 1 mutants" in (told := place.read_text("utf-8")), told
+    assert "All: 1 mutant," in (told := place.read_text("utf-8")), told
     assert "unmutated" not in told, "what was run of other programs is in it"
     assert "excuses only what rests on PTX alone" in told, "which reasons are applied is not said"
     assert TABLE.read_text("utf-8") == before, "the project's table was written"
+
+
+PART = (
+    Outcome("a/drop/1.0", "ptx sm_90a fmha:hd=64,t=1,s_k=1 a", "drop", 1, "bar.sync 0;", ""),
+    Outcome("b/drop/1.0", "cutedsl sm_90a fmha:hd=64,t=1,s_k=1 b", "drop", 1, "bar.sync 0;", ""),
+    Outcome("c/drop/1.0", "ptx sm_100a nvfp4_moe:tokens=1 c", "drop", 1, "bar.sync 0;", ""),
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ids"),
+    [
+        ([], "abc"),
+        (["--backend", "ptx"], "ac"),
+        (["--backend", "ptx", "--backend", "cutedsl"], "abc"),
+        (["--op", "fmha", "--target", "sm_90a"], "ab"),
+        (["--program", "s_k=1 b"], "b"),
+    ],
+)
+def test_a_table_has_what_its_options_select(
+    asked: list[str], ids: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = Record(tmp_path / "mine.jsonl")
+    for one in PART:
+        record.append(one)
+    record.close()
+    assert main(["--table", "--record", str(record.path), *asked]) == 0
+    (page,) = tmp_path.glob("*.md")
+    assert str(page) in capsys.readouterr().out
+    told = page.read_text("utf-8")
+    assert [one for one in "abc" if f"`{one}/drop/1.0`" in told] == list(ids), told
+    assert (page.name == "mine.md") == (ids == "abc"), "a part is written over the whole table"
+    assert ("a part of the record" in told) == (ids != "abc")
+
+
+@pytest.mark.parametrize("option", ["--table", "--smoke", "--forget"])
+def test_a_misspelt_backend_of_a_record_is_a_sentence(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = Record(tmp_path / "mine.jsonl")
+    for one in PART:
+        record.append(one)
+    record.close()
+    held = record.path.read_bytes()
+    assert main([option, "--record", str(record.path), "--backend", "cutdsl"]) == 2
+    told = capsys.readouterr().err
+    assert "has no mutants of the backend 'cutdsl'; it has cutedsl, ptx; did you mean cutedsl?" in told, told
+    assert (list(tmp_path.iterdir()), record.path.read_bytes()) == ([record.path], held)
+
+
+def test_a_table_of_a_part_leaves_the_project_s_own_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = TABLE.read_text("utf-8")
+    assert main(["--table", "--backend", "ptx", "--target", "sm_100a"]) == 0
+    assert (place := "results/mutants/mutants-ptx-sm_100a.md") in capsys.readouterr().out
+    assert "cutedsl" not in (tmp_path / place).read_text("utf-8").partition("## What was run")[0]
+    assert TABLE.read_text("utf-8") == before, "the project's table was written"
+
+
+def test_what_smoke_kills_is_not_told_before_it_was_measured(tmp_path: Path) -> None:
+    record = Record(tmp_path / "mine.jsonl")
+    killed = replace(PART[0], check="rule:race", case="fmha:hd=64,t=1,s_k=1", schedule="eager")
+    for one in (killed, PART[1]):
+        record.append(one)
+    assert "alone kill was not measured" in (told := table(record, [], ours=False)), told
+    assert "the 1 mutant that another check" in told, told
+    record.append(replace(PART[1], smoke=""))
+    assert "kill 1 of 2 that are not equivalent (50.0%)." in (told := table(record, [], ours=False)), told
+    record.append(PART[2])
+    assert "1 other has not run there, so the share is 33.3% to 66.7%." in (told := table(record, [], ours=False)), told
+
+
+def test_the_table_and_the_documents_say_what_an_id_and_a_class_are(tmp_path: Path) -> None:
+    record = Record(tmp_path / "mine.jsonl")
+    record.append(PART[0])
+    told, docs = table(record, [], ours=False), (ROOT / "docs" / "mutants.md").read_text("utf-8")
+    assert f"| drop | {MEANINGS['drop']} | 1 |" in told, told
+    assert f"An id is {ID}." in told, told
+    assert ID in " ".join(docs.split())
+    lacking = [kind for kind, meaning in MEANINGS.items() if f"| `{kind}` | {meaning} |" not in docs]
+    assert not lacking, f"docs/mutants.md does not say what these are: {lacking}"
+
+
+def test_one_mutant_that_lives_ends_with_status_1(program: Subject, capsys: pytest.CaptureFixture[str]) -> None:
+    first = program.built[0]
+    selected = ["--case", first.case.id, "--backend", "ptx", "--target", "sm_90a"]
+    wait = next(one for one in mutants(first.program) if one.kind == "drop" and "try_wait" in one.before)
+    assert main(["--id", wait.id, *selected, "--schedule", "eager"]) == 0
+    assert f": ptx sm_90a {first.case.id}, {wait.id} `" in (told := capsys.readouterr().out), told
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("conformance.kernels.mutants.command.examine", lambda *_: PART[0])
+        patch.setattr("conformance.kernels.mutants.command.reasons", list)
+        for asked in (["--id", wait.id], ["--text", "try_wait"]):
+            assert main([*asked, *selected]) == 1, f"{asked}: a mutant without a reason lives"
+    assert "SURVIVED, a hole without a reason: ptx sm_90a fmha" in capsys.readouterr().out
+
+
+def test_what_a_backend_refuses_is_told_with_its_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    selected = ["--backend", f"{backends.__name__}:DECLINES", "--case", "fmha:hd=64,t=1,s_k=1"]
+    assert main([*selected, "--record", str(tmp_path / "mutants.jsonl")]) == 2
+    told = capsys.readouterr().err
+    assert "nothing to change; 1 case is left out, as the backend refuses (fmha:hd=64,t=1,s_k=1 on" in told, told
+    assert told.endswith(": hd=64 needs a tile that this backend does not have\n"), told
+
+
+def test_the_example_of_a_backend_goes_the_way_of_the_guide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mutants of it, what smoke kills, and the table: the record is found by the backend's name alone."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+    own = ["--backend", "my_backend:BACKEND"]
+    small = ["--case", "fmha:hd=64,t=1,s_k=128", "--target", "sm_90a", "--program", "s_k=128"]
+    assert main([*own, *small, "--sync", "all", "--others", "0"]) == 0
+    told = capsys.readouterr().out
+    assert "rule:race on fmha:hd=64,t=1,s_k=128, eager: my_backend:BACKEND sm_90a fmha:hd=64" in told, told
+    assert "1 killed, 1 equivalent, 0 holes" in told, told
+    assert main([*own, *small, "--others", "12"]) == 1, "roundings live"
+    assert main([*own, "--smoke", "--target", "sm_90a"]) == 0
+    assert main([*own, "--table"]) == 0
+    told = (tmp_path / CAMPAIGN.with_suffix(".md")).read_text("utf-8")
+    assert "Rows of the profile smoke alone" in told, told
+    (killed,) = re.findall(r"for them, kill (\d+) of", told)
+    assert int(killed) > 8, "rows of smoke that this backend builds are not run"
 
 
 def test_a_hole_excuses_no_backend_of_somebody_s_own() -> None:
@@ -556,12 +701,33 @@ def test_a_survivor_is_printed_with_its_reason() -> None:
         (["--others", "-1"], "'-1' is neither a number nor `all`"),
         (["--seconds", "-1"], "'-1' is no number of seconds"),
         (["--seconds", "nan"], "'nan' is no number of seconds"),
+        (["--sycn", "all"], "unrecognized arguments: --sycn all"),
+        (["--table", "--case", "fmha:hd=64,t=1,s_k=1"], "--table reads only --op, --backend, --target, --program, so"),
+        (["--smoke", "--schedule", "lazy"], "so --schedule would do nothing"),
+        (["--unmutated", "3", "--backend", "ptx"], "its programs are fixed, so --backend would do nothing"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(given)
-    assert (ended.value.code, said in capsys.readouterr().err) == (2, True)
+    told = capsys.readouterr().err
+    assert (ended.value.code, said in told) == (2, True), told
+    assert told.count("\n") == 1, f"it is not one sentence: {told}"
+
+
+def test_each_option_says_what_it_is_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = dict(re.findall(r"^  (--\w+)(?: \S+)? +(\S.*)$", capsys.readouterr().out, re.MULTILINE))
+    assert {"--case", "--sync", "--record", "--search"} <= told.keys(), told
+    short = {name: about for name, about in told.items() if not re.match(r"[A-Z].{25,}\.( \[default: \S+\])?$", about)}
+    assert not short, f"these have no sentence: {short}"
+
+
+def test_a_campaign_is_not_written_among_the_runs() -> None:
+    assert CAMPAIGN.parent != RUNS, "`megamoe` would take it for a run"
+    assert f"/{CAMPAIGN.parent}/" in (ROOT / ".gitignore").read_text("utf-8").splitlines(), "git would track it"
 
 
 @pytest.mark.parametrize("shard", ["3", "a/b", "1/2/3", "3/2", "0/2"])

@@ -24,6 +24,7 @@ from conformance.kernels.mutants.campaign import Built, collected, judged, progr
 from conformance.kernels.mutants.journal import Journal
 from conformance.kernels.mutants.mutant import program_id
 from megamoe.contract import Case, RunOptions
+from megamoe.contract.counted import counted
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 
@@ -198,7 +199,8 @@ def told(record: Watch) -> list[str]:
         relied.update(one.relied)
         notes.update(one.notes)
     return [
-        f"{record.rows} rows: {len(ran)} cases, each on a backend and a target, under random orders; "
+        f"{counted(record.rows, 'row')}: {counted(len(ran), 'case')}, each on a backend and a target, "
+        "under random orders; "
         f"{len(wrong)} with an error.",
         f"Rows that met a rule of grade portability: {_counted(relied)}. Notes: {_counted(notes)}.",
         "",

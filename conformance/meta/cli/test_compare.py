@@ -61,7 +61,7 @@ def test_strict_makes_ambiguity_fail(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert compare(capsys, *files)[0] == 0
     assert compare(capsys, *files, "--strict")[0] == 1
     status, out, _ = compare(capsys, files[0], files[0], "--strict")
-    assert (status, "1 rows: 1 SAME" in out) == (0, True), "one sample is the same as itself, however noisy"
+    assert (status, "1 row: 1 SAME" in out) == (0, True), "one sample is the same as itself, however noisy"
 
 
 def _torn(folder: Path) -> tuple[object, ...]:
@@ -245,7 +245,7 @@ def test_two_backends_are_held_against_each_other(tmp_path: Path, capsys: pytest
     assert "2 rows: 1 WORSE, 1 SAME" in out
     assert compare(capsys, file, file, "--rename", "my_v1=my_v2")[0] == 0, "the other way round it is better"
     one, two = (write(tmp_path / f"{line.backend}.jsonl", header(), line) for line in lines)
-    assert "1 rows: 1 WORSE" in compare(capsys, one, two, "--rename", "my_v2=my_v1")[1]
+    assert "1 row: 1 WORSE" in compare(capsys, one, two, "--rename", "my_v2=my_v1")[1]
     for bad, says in (
         ("my_v2", "is not of the form NEW=OLD"),
         ("nobody=my_v1", "both.jsonl has no line of the backend 'nobody'; it has my_v1, my_v2, ptx"),
@@ -269,7 +269,7 @@ def test_a_path_at_a_revision(checkout: Path, capsys: pytest.CaptureFixture[str]
     name = "results/baselines/vm.jsonl"
     status, out, _ = compare(capsys, f"HEAD~1:{name}", f"HEAD:{name}")
     assert status == 1
-    assert "1 rows: 1 WORSE" in out
+    assert "1 row: 1 WORSE" in out
     assert len(read_side("HEAD:results/baselines/").files) == 3
 
 
@@ -279,6 +279,15 @@ def test_a_path_at_a_revision(checkout: Path, capsys: pytest.CaptureFixture[str]
 def test_what_a_revision_does_not_track_is_refused(checkout: Path, name: str) -> None:
     with pytest.raises(ComparisonError):
         read_side(name)
+
+
+def test_a_tracked_file_of_another_kind_is_no_side(checkout: Path) -> None:
+    """results/ tracks records of mutants and witnesses, too."""
+    (checkout / "results" / "mutants.jsonl").write_text('{"command": "--sync all", "planned": 2}\n')
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-q", "-m", "a campaign")
+    with pytest.raises(ComparisonError, match="tracks no record file at results"):
+        read_side("HEAD:results")
 
 
 def test_outside_of_a_checkout_there_are_no_revisions(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from datetime import date, timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -26,6 +27,7 @@ from conformance.fakes.results import (
 from megamoe.cli.main import main
 from megamoe.cli.options import EXPECTED
 from megamoe.contract import Row, Status, Temperature
+from megamoe.gate.accept import glob_of
 from megamoe.gate.baseline import read_baseline
 from megamoe.records.files import RecordWriter
 from megamoe.records.lines import Figures, Record, RunHeader, Timing
@@ -131,6 +133,32 @@ def test_the_command_that_is_printed_accepts_the_change(capsys: pytest.CaptureFi
     (*_, last) = read_baseline(Path("base.jsonl")).acceptances
     assert (last.row, last.reason) == (str(ROW), "two more tiles hide the latency")
     assert last.changes == {"mma_flops": "4096 -> 8192"}
+
+
+def test_what_accepts_all_at_once_accepts_no_more(capsys: pytest.CaptureFixture[str]) -> None:
+    """A glob of every case would also take out of the baseline what some other change left without an owner."""
+    Path("base.jsonl").touch()
+    _run_of(*GOOD)
+    assert main(GATE) == 1
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("All of these at once: "))
+    assert "--all-of 'fmha:hd=64,*' " in line, line
+
+
+@pytest.mark.parametrize(
+    ("cases", "glob"),
+    [
+        (["fmha:hd=64,t=1,s_k=128"], "fmha:hd=64,t=1,s_k=128"),
+        (["fmha:hd=64,t=1,s_k=128", "fmha:hd=64,t=1,s_k=128,heads=8"], "fmha:hd=64,t=1,*"),
+        (["fmha:hd=64,t=1,s_k=1", "fmha:hd=64,t=17,s_k=1"], "fmha:hd=64,*"),
+        (["fmha:hd=64,t=1,s_k=1", "fmha:hd=512,t=1,s_k=1"], "fmha:*"),
+        (["fmha:hd=64,t=1,s_k=1", "nvfp4_moe:tokens=1"], "*"),
+    ],
+)
+def test_a_glob_of_rows_is_narrow(cases: list[str], glob: str) -> None:
+    rows = [ROW._replace(case=case) for case in cases]
+    assert glob_of(rows) == glob
+    assert all(fnmatchcase(case, glob) for case in cases)
+    assert glob_of([*rows, *(row._replace(backend="other") for row in rows)]) == glob
 
 
 def _git(*words: str) -> str:
@@ -295,7 +323,7 @@ def test_times_of_a_device_go_into_its_own_baseline(
         for line in (gated().model_copy(update={"device": H200}), judged(row), cold, hot, compiled(row), peer):
             writer.append(line)
     assert main(["accept", "--from", "run.jsonl", "--all-of", "*", "--reason", "the first times"]) == 0
-    assert "left out: 1 rows that are unsupported" in capsys.readouterr().out
+    assert "left out, as unsupported where it was run: 1 row" in capsys.readouterr().out
     held = read_baseline(tmp_path / "baselines" / "h200.jsonl")
     assert [line.samples_us for line in held.timings.values()] == [cold.samples_us, hot.samples_us]
     assert {line.run for line in held.timings.values()} == set(held.headers), "times keep the device that took them"

@@ -116,6 +116,55 @@ def test_only_a_plain_file_is_read(
     assert "plain file" in said or "regular file" in said, said
 
 
+MUTANTS = '{"command": "--sync all", "machine": "abc", "started": "2026-11-22 04:47 UTC", "planned": 2}\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["run", "--last-failed", "--jobs", "1"], 1),
+        (["gate", "results/runs"], 1),
+        (["accept", "--all-of", "nothing*", "--reason", "why not"], 2),
+        (["report"], 0),
+        (["report", "results/runs"], 0),
+        (["compare", "results/runs", "results/runs"], 0),
+    ],
+    ids=lambda one: " ".join(one) if isinstance(one, list) else "",
+)
+def test_a_file_that_is_no_run_is_taken_for_none(
+    arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of runs also holds what an older megamoe has written there: the record of a campaign of mutants."""
+    run, other = Path("results/runs/run.jsonl"), Path("results/runs/mutants.jsonl")
+    assert main(_asked("run", "SCALES", "--output", str(run))) == 1
+    other.write_text(MUTANTS)
+    os.utime(other, (2e9, 2e9))
+    capsys.readouterr()
+    assert main(arguments) == status
+    told = "".join(capsys.readouterr())
+    assert "mutants.jsonl" not in told, told
+    assert "schema_version" not in told, told
+
+
+@pytest.mark.parametrize("arguments", [["gate"], ["report"], ["compare", "results/runs"]], ids=" ".join)
+def test_a_folder_without_a_run_is_told_with_what_is_in_it(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("results/runs").mkdir(parents=True)
+    Path("results/runs/mutants.jsonl").write_text(MUTANTS)
+    assert main([*arguments, "results/runs"]) == 2
+    said = capsys.readouterr().err
+    assert "the folder results/runs holds no record file of runs: mutants.jsonl has no schema_version" in said, said
+
+
+def test_a_damaged_run_in_a_folder_is_still_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(_asked("run", "WORKS", "--output", "runs/a.jsonl")) == 0
+    whole = Path("runs/a.jsonl").read_text()
+    Path("runs/b.jsonl").write_text(whole[1:])
+    assert main(["gate", "runs"]) == 2
+    assert "b.jsonl, line 1: not JSON" in (said := capsys.readouterr().err), said
+
+
 @pytest.mark.parametrize(
     ("arguments", "right"),
     [

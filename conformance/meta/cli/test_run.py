@@ -377,6 +377,23 @@ def test_the_first_failure_ends_a_run_and_its_rows_run_again(capsys: pytest.Capt
     assert newest_run() == newest, "the newest is what was written last"
 
 
+def test_the_example_of_a_backend_passes_what_it_takes_and_refuses_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found in the current folder, without PYTHONPATH."""
+    Path("my_backend.py").write_text((ROOT / "examples" / "my_backend.py").read_text("utf-8"))
+    mine = ["--backend", "my_backend:BACKEND", "--op", "fmha", "--jobs", "2", "--schedule", "lazy"]
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    main(["run", *mine])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "6 passed, 0 failed, 40 unsupported" in told, told
+    for reason in (
+        "causal is True; this kernel takes False",
+        "hd is 256 and s_k 128; a CTA has a thread for each, at most",
+    ):
+        assert f"unsupported: {reason}" in told, told
+
+
 def test_rows_that_are_unsupported_for_one_reason_share_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [part for t in (1, 2, 3) for part in ("--case", f"fmha:hd=64,t={t},s_k=3")]
     there = ["--backend", f"{FAKE}:WORKS", "--executor", f"{FAKE}:BROKEN_MACHINE", "--jobs", "1"]
@@ -441,7 +458,7 @@ def test_what_a_row_only_counts_is_told_of_a_backend_without_a_baseline(
     ]
     print_verdict(judge_run([record.row for record in records], records), records)
     out = " ".join(capsys.readouterr().out.split())
-    wanted = "1 rows passed with what a row does not fail on: mbarrier_inits_unfenced 12; see docs/rules/README.md"
+    wanted = "1 row passed with what a row does not fail on: mbarrier_inits_unfenced 12; see docs/rules/README.md"
     assert (wanted in out) is told, f"of {backend} the gate {'does not hold' if told else 'holds'} the counter: {out}"
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -170,7 +172,7 @@ def allowed(room: str) -> frozenset[str]:
     return TABLE[room] if room in TABLE else TABLE[f"{room.rpartition('.')[0]}.*"]
 
 
-_LOOKED_AT = (
+_LOOKED_AT = (ast.JoinedStr,
     ast.Import, ast.ImportFrom, ast.Call, ast.Attribute, ast.Subscript, ast.ClassDef, ast.FunctionDef,
     ast.AsyncFunctionDef,
 )  # fmt: skip
@@ -322,6 +324,22 @@ def a_room_states_its_rule(path: str, text: str, tree: ast.Module) -> Iterator[s
             yield f"{path}: the docstring must begin with the rule of this room, one sentence; it begins with {rule!r}"
 
 
+def numbers_of_things_are_counted(path: str, text: str, tree: ast.Module) -> Iterator[str]:
+    """A sentence says "1 row", so `counted` writes the numbers of things."""
+    if not path.startswith(("megamoe/", "conformance/kernels/mutants/")) or Path(path).name.startswith("test_"):
+        return
+    texts = (node for node in _nodes(tree) if isinstance(node, ast.JoinedStr))
+    for number, after in (pair for node in texts for pair in pairwise(node.values)):
+        if not isinstance(number, ast.FormattedValue) or not isinstance(after, ast.Constant):
+            continue
+        said = ast.unparse(number.value)
+        things = re.match(r" (?:more )?([a-z]+s)\b", str(after.value))
+        if said.startswith("len(") and things and things[1] not in VERBS:
+            yield f"{path}:{number.lineno}: {{{said}}}{things[0]} is wrong for 1; use megamoe.contract.counted"
+
+
+VERBS = ("is", "has", "was", "holds", "shows")
+"""Words behind a number that are no things."""
 RULES: tuple[Rule, ...] = (
     rooms_keep_to_the_table,
     torch_stays_out_of_the_vm,
@@ -330,6 +348,7 @@ RULES: tuple[Rule, ...] = (
     nothing_is_longer_than_a_reader_bears,
     names_say_what_is_inside,
     a_room_states_its_rule,
+    numbers_of_things_are_counted,
 )
 
 
@@ -473,6 +492,13 @@ PLANTED = [
     (a_room_states_its_rule, "megamoe/x/__init__.py", "", "one sentence"),
     (a_room_states_its_rule, "megamoe/x/__init__.py", '"""Rows and columns"""', "one sentence"),
     (a_room_states_its_rule, "megamoe/x/__init__.py", '"""Rows. And columns."""', "one sentence"),
+    (numbers_of_things_are_counted, "megamoe/x.py", 'f"a {len(x)} rows"', "{len(x)} rows is wrong for 1"),
+    (
+        numbers_of_things_are_counted,
+        "megamoe/x.py",
+        'f"and {len(x) - 2:,} more rows"',
+        "{len(x) - 2} more rows is wrong",
+    ),
 ]
 
 

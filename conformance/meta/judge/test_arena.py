@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megamoe.contract.counted import counted
 from megamoe.judge.arena import (
     ALIGNMENT,
     POISON,
@@ -67,7 +68,7 @@ def test_every_byte_of_both_bands_is_guarded(name: str, guard: int) -> None:
         distance = start - place if side == "below" else place - end
         assert damage is not None, f"a flipped bit {distance} bytes {side} {name} went unnoticed"
         assert f"{side} tensor {name}" in damage, damage
-        assert f"{distance} bytes" in damage, damage
+        assert f"the nearest {counted(distance, 'byte')} " in damage, damage
         storage[place] ^= 1
     assert room.damage() is None, "all is as it was"
 

@@ -189,7 +189,7 @@ def test_a_pool_that_ends_without_a_word_is_not_waited_for(monkeypatch: pytest.M
             "guard bytes above tensor o were overwritten, the nearest 0 bytes past its end",
         ),
         ("CHANGES_AN_INPUT", "failed", "input k was changed"),
-        ("STOPS_HALF_WAY", "failed", "64 elements of o and 1 elements of lse were never written"),
+        ("STOPS_HALF_WAY", "failed", "64 elements of o and 1 element of lse were never written"),
         ("SCALES", "failed", "tensor o: "),
         ("BREAKS_A_RULE", "failed", "warp 0, lane 3: ld.shared reads 4 bytes at 0x10 that nobody wrote"),
         ("RAISES", "error", "RuntimeError: the tile of 96 does not divide 128"),

@@ -91,7 +91,7 @@ def test_one_wrong_element_is_found_and_named() -> None:
     assert result.worst is not None, "a failure has a worst coordinate"
     assert result.worst.coordinate == (("expert", 1), ("rows", 17), ("columns", 5))
     assert (result.worst.seen, result.worst.expected) == (7.5, float(oracle[1, 17, 5]))
-    for part in (CASE.id, "tensor y", "expert=1, rows=17, columns=5: seen 7.5, expected", "1 of 6144 elements"):
+    for part in (CASE.id, "tensor y", "expert=1, rows=17, columns=5: seen 7.5, expected", "1 of 6,144 elements"):
         assert part in result.sentence, f"the sentence must say {part!r}: {result.sentence}"
 
 

@@ -17,6 +17,7 @@ from conformance import ROOT
 from conformance.fakes.endless_writer import append_for_ever
 from conformance.fakes.results import ACCEPTANCE, AGREEMENT, figures, header, record, timing
 from megamoe.contract import Program, Row
+from megamoe.contract.counted import counted
 from megamoe.contract.program import MAX_PTX
 from megamoe.records.files import RecordWriter, read_records, write_file, write_folder
 from megamoe.records.lines import MAX_LINE_TEXT, MAX_NAME, AnyLine, Evidence, Record, RecordError, record_of
@@ -171,7 +172,7 @@ def test_a_torn_line_of_any_kind_is_set_aside(tmp_path: Path, line: AnyLine) -> 
         found = read_records(path)
         assert found.lines == (line,), f"the whole line before a torn one of {kept} bytes must be read"
         assert found.torn is not None
-        assert f"({kept} bytes without a newline)" in found.torn
+        assert f"({counted(kept, 'byte')} without a newline)" in found.torn
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -273,7 +274,7 @@ def test_no_file_of_a_folder_lies_outside_of_it(tmp_path: Path, name: str) -> No
 def test_what_others_say_is_capped_where_it_is_written_and_where_it_is_read(tmp_path: Path) -> None:
     long = record_of("a", ROW, "failed", "x" * 10_000_000)
     assert len(long.sentence) <= MAX_LINE_TEXT
-    assert "(10000000 characters)" in long.sentence
+    assert "(10,000,000 characters)" in long.sentence
     assert long.sentence.endswith(ROW.rerun), "the command that reruns the row is never cut"
     _write(tmp_path / "r.jsonl", long)
     assert read_records(tmp_path / "r.jsonl").records == (long,)

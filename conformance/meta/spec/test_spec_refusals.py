@@ -368,13 +368,13 @@ LONG_AXES = "".join(f"    {name}: {list(range(1, 40))}\n" for name in ("hidden",
         ({}, "/dev/zero", "is no regular file"),
         ({"a.yaml": "# nothing\n"}, "a.yaml", "a.yaml:1: is empty"),
         ({"a.yaml": "op: toy\ndoc: \xff\n"}, "a.yaml", "a.yaml:2: byte 0xff is not UTF-8"),
-        ({"a.yaml": "# filler\n" * 200_000}, "a.yaml", "is 1800000 bytes long"),
+        ({"a.yaml": "# filler\n" * 200_000}, "a.yaml", "is 1,800,000 bytes long"),
         ({"a.yaml": "- op\n- toy\n"}, "a.yaml", "a.yaml:1: must be a mapping, not a list"),
         ({"a.yaml": f"l0: &l0 [x]\n{ALIASES}"}, "a.yaml", "a.yaml:2: is not acceptable YAML: alias *l0 is refused"),
         (
             {"a.yaml": SOUND.replace("    hidden: [16, 32]\n    tokens: [1, 4]\n", LONG_AXES)},
             "a.yaml",
-            "a.yaml:19: matrices.grid: has 2313441 cells",
+            "a.yaml:19: matrices.grid: has 2,313,441 cells",
         ),
     ],
     ids=itertools.count(),
@@ -537,7 +537,7 @@ def test_a_long_list_of_an_axis_takes_a_second() -> None:
     text = SPEC.format(sizes=[1]).replace("n: [1], m: [1]", f"n: {values}, m: [1]").replace("max: 1000", "max: 100000")
     document = parse_marked_yaml(text, Path("many.yaml"))
     started = time.process_time()
-    with pytest.raises(SpecError, match="has 30000 cells; a matrix has at most 20000"):
+    with pytest.raises(SpecError, match="has 30,000 cells; a matrix has at most 20,000"):
         build_spec(document)
     seconds = time.process_time() - started
     assert seconds < 1.0, f"30,000 values of an axis took {seconds:.1f} s beside the YAML"

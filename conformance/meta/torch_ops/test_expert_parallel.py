@@ -105,7 +105,7 @@ def test_two_ranks_compute_what_one_does_and_both_say_that_one_overflows(tmp_pat
             total += scaled(x[rank], weights.experts(owner * share, share), local, w[rank]).float()
         assert torch.equal(torch.tensor(y), total.bfloat16().float()), f"rank {rank} computes something else"
         assert overflow == (
-            "rank 0 has 2 tokens for the experts of rank 0; the capacity is 1 tokens from one rank to another"
+            "rank 0 has 2 tokens for the experts of rank 0; the capacity is 1 token from one rank to another"
         ), f"rank {rank} does not say who has too many tokens"
         assert spoilt, f"rank {rank}: a call that lost a token, and does not wait, returns numbers"
 
@@ -120,7 +120,7 @@ def test_it_needs_a_process_group_and_a_capacity(tmp_path: Path) -> None:
     try:
         with pytest.raises(ValueError, match="capacity is 0"):
             megamoe.ExpertParallelMoe(weights, 0)
-        with pytest.raises(ValueError, match=r"hold 1 shared experts.* give weights.experts\(0, 3\)"):
+        with pytest.raises(ValueError, match=r"hold 1 shared expert, .* give weights.experts\(0, 3\)"):
             megamoe.ExpertParallelMoe(replace(weights, shared=1), 4)
     finally:
         dist.destroy_process_group()
