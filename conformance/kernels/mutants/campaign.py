@@ -370,13 +370,12 @@ def examine(
     """Runs a mutant on the cases of its program that execute its line until a check kills it.
 
     A mutant with the same machine code (if assemblers are asked), or one that is `argued` equivalent, runs only the
-    first turns, or none if the argument needs no run. `few_ctas`: whether it runs on few CTAs, too.
+    first turns. No argument excuses a mutant that never ran: some of them were wrong, and one such turn showed it.
+    `few_ctas`: whether it runs on few CTAs, too.
     """
     begun, runs = time.process_time() - subject.spent, 0
     about = (mutant.id, subject.name, mutant.kind, mutant.line, _short(mutant.before), _short(mutant.after))
     lived = Outcome(*about)
-    if argued is not None and argued(lived):
-        return lived
     for turns in _turns(subject, mutant, schedules, few_ctas=few_ctas):
         for turn in turns:
             look = _found_by if turn.collects else killed_by
