@@ -29,11 +29,13 @@ DROPS = ROOT / "results" / "mutations.md"
 REASONS = Path(__file__).with_name("survivors.yaml")
 FLAGS = ("reached", "same_bits", "any_program")
 """Boolean keys of a reason."""
+Globs = str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why mutants survive. `kind`, `before`, `after` and `program` are globs over those of an Outcome.
+    """Why mutants survive. `kind`, `before`, `after` and `program` are globs over those of an Outcome; of several, one
+    has to fit.
 
     "equivalent": no run on silicon can tell, and `why` argues it. "hole": a check or a case is missing. `reached`: the
     reason is about mutants of lines that a case executes with its findings collected (true), or that no case does
@@ -43,10 +45,10 @@ class Reason:
 
     verdict: Literal["equivalent", "hole"]
     why: str
-    kind: str = "*"
-    before: str = "*"
-    after: str = "*"
-    program: str = "*"
+    kind: Globs = "*"
+    before: Globs = "*"
+    after: Globs = "*"
+    program: Globs = "*"
     reached: bool | None = None
     same_bits: bool = False
     any_program: bool = False
@@ -58,7 +60,7 @@ class Reason:
             return False
         pairs = ((one.kind, self.kind), (one.before, self.before), (one.after, self.after), (one.program, self.program))
         fits = self.reached is None or one.reached is self.reached
-        return fits and all(fnmatchcase(seen, pattern) for seen, pattern in pairs)
+        return fits and all(any(fnmatchcase(seen, glob) for glob in _each(globs)) for seen, globs in pairs)
 
 
 def reasons(path: Path = REASONS) -> list[Reason]:
@@ -77,9 +79,20 @@ def reasons(path: Path = REASONS) -> list[Reason]:
         for name in FLAGS:
             if not isinstance(entry.get(name, True), bool):
                 raise ValueError(f"{path}, entry {number}: {name} {entry[name]!r} is neither true nor false")
-        words = {name: one if name in FLAGS else " ".join(str(one).split()) for name, one in entry.items()}
+        words = {name: one if name in FLAGS else _words(one) for name, one in entry.items()}
         made.append(Reason(**words))  # pyright: ignore[reportArgumentType]
     return made
+
+
+def _words(value: object) -> Globs:
+    """A text with single spaces between its words, or a tuple of such texts."""
+    if isinstance(value, list):
+        return tuple(" ".join(str(one).split()) for one in value)
+    return " ".join(str(value).split())
+
+
+def _each(globs: Globs) -> tuple[str, ...]:
+    return (globs,) if isinstance(globs, str) else globs
 
 
 def reason_of(one: Outcome, known: Sequence[Reason]) -> Reason | None:

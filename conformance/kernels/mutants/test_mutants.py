@@ -346,6 +346,14 @@ def test_what_no_case_executes_is_not_argued_by_what_was_seen() -> None:
     assert not seen.explains(replace(lived, reached=None)), "an older record, without findings"
 
 
+def test_one_of_several_globs_fits() -> None:
+    several = Reason("equivalent", "either is", kind="drop", before=("bar.*", "fence.*"))
+    lived = Outcome("a/drop/1.0", "p", "drop", 1, "fence.proxy.async;", "")
+    assert several.explains(lived), "the second glob of several fits"
+    assert not several.explains(replace(lived, before="cp.async;")), "no glob of several fits"
+    assert not several.explains(replace(lived, kind="move")), "one key fits, another one does not"
+
+
 def test_more_work_than_the_program_s_own_kills() -> None:
     """The first key is rounded up to below 0: tiles that no row sees, and right results."""
     windowed = "fmha:hd=64,t=2,s_k=512,causal=true,window=100"

@@ -118,7 +118,7 @@ def _after(ptx: str, line: int) -> list[str]:
     code = instructions(ptx)
     entry = next(one.entry for one in code if one.line == line)
     behind = [one for one in code if one.entry == entry and one.line > line]
-    labels = re.findall(r"^([$\w]+):", "\n".join(ptx.splitlines()[line:]), re.MULTILINE)
+    labels = re.findall(r"^\s*([$\w]+):", "\n".join(ptx.splitlines()[line:]), re.MULTILINE)
     touches = re.compile(r"(ld|st|atom|red|multimem)\.(?!param|shared)|cp\.|prefetch|griddepcontrol|fence|membar")
     back = [one for one in behind if one.opcode.startswith("bra") and one.operands[0] not in labels]
     return [one.spelled() for one in (*(each for each in behind if touches.match(each.opcode)), *back)]
@@ -129,6 +129,7 @@ def _after(ptx: str, line: int) -> list[str]:
     [
         "hidden=256,intermediate=128,num_experts=4,tokens=20,topk=2,stage=l2",
         "hidden=128,intermediate=128,num_experts=1,tokens=1",
+        "hidden=128,intermediate=128,num_experts=2,tokens=129,topk=2",
     ],
 )
 def test_nothing_follows_a_last_wait_for_copies(axes: str) -> None:
