@@ -325,8 +325,10 @@ def _a2_gs(case: Case) -> torch.Tensor:
 
 
 def _h(case: Case, made: Inputs) -> torch.Tensor:
-    """float32 [expert rows, intermediate]: SwiGLU of two N(0, 1); NaN in padding rows if padding is poisoned. Half of the
-    blocks are zero under `zero_blocks`."""
+    """float32 [expert rows, intermediate]: SwiGLU of two N(0, 1); NaN in padding rows if padding is poisoned.
+
+    Under `zero_blocks` half of the blocks are zero.
+    """
     gate, up = (normal(case, name, (expert_rows(case), case.int("intermediate"))) for name in ("gate", "up"))
     h = gate * gate.sigmoid() * up
     if case.inputs == "zero_blocks":
