@@ -116,7 +116,8 @@ class Engine:
                 )
 
     def most_wanted(self, awaited: list[object]) -> Operation | None:
-        """The oldest eligible operation that leads to one of the `awaited` mbarriers, else the oldest of all."""
+        """The oldest eligible operation that leads to one of the `awaited` mbarriers. Else the oldest of a queue, since
+        wgmma.wait_group waits for no mbarrier; a copy only if there is nothing else, and the newest first."""
         able = self.eligible()
         if not able:
             return None
@@ -125,7 +126,7 @@ class Engine:
             chain = [operation] if operation.queue is None else [o for o in self.pending if o.queue is operation.queue]
             if any(id(signal) in wanted for link in chain for signal in link.signals):
                 return operation
-        return able[0]
+        return next((one for one in able if one.queue is not None), able[-1])
 
 
 def _nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from backends.vm.machine.engine import Engine, Operation
 from conformance.vm.kernel import ELECT, FENCE, SYNC, Kernel, Map, assert_clean, fault_of, init, wait
 
 TILES = 9
@@ -219,3 +220,19 @@ def test_a_wait_that_is_not_repeated_gives_up(schedule: str, rule: str | None) -
     buffers = {"x": np.full(32, 35, np.uint32), "out": np.zeros(1, np.uint32)}
     fault = fault_of(Kernel(body, buffers, block=(64, 1, 1), inputs=("x",)), schedule)
     assert (fault and fault.rule) == rule, f"{schedule}: {fault}"
+
+
+def test_who_waits_for_no_mbarrier_gets_products_before_copies() -> None:
+    """wgmma.wait_group names no mbarrier. A copy that ended first would hide a moved wait for it."""
+    engine = Engine(defers=True)
+    older, product, newer = (
+        Operation(what, "kernel", 1, what, "warp 0", lambda: None, queue)
+        for what, queue in (("a copy", None), ("a product", engine), ("a later copy", None))
+    )
+    for one in (older, product, newer):
+        engine.submit(one)
+    ended = list[str]()
+    while (one := engine.most_wanted([])) is not None:
+        engine.perform(one)
+        ended.append(one.what)
+    assert ended == ["a product", "a later copy", "a copy"]
