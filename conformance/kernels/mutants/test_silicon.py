@@ -243,8 +243,8 @@ def test_the_table_says_what_each_of_them_noticed() -> None:
     assert any(line.startswith("| drop | 1 | 1 | 0 | 0 | 0 | 1 of 1 |  | 1 of 1 |") for line in said), text
     assert "| racecheck | a race | 1 |" in said, text
     assert not told([], (), (), ()), "no record, no section"
-    assert "0 of their 1 texts are" in " ".join(said), "older kernels are not told from today's"
-    assert "1 of their 1 texts are" in " ".join(told(seen, (), (), {"a"})), "today's kernels are called older ones"
+    assert "1 text, 0 of them among" in " ".join(said), "older kernels are not told from today's"
+    assert "1 text, 1 of them among" in " ".join(told(seen, (), (), {"a"})), "today's kernels are called older ones"
     alarmed = [replace(seen[0], tools={"racecheck": {"a race": 1}}), *seen[1:]]
     said = told(alarmed, {"a/drop/1.0"}, {"a/store/2.0"}, ())
     assert "- racecheck reports the unchanged `ptx a fmha:p`" in said, "a false alarm is hidden"
