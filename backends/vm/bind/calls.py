@@ -229,9 +229,9 @@ class _Placer:
         for one in returns.items:
             slot = self._slot(one)
             if slot is None or slot.size < size or len(returns.items) > 1:
-                raise self._refused(call, f"{name} with a result that is not one variable of {counted(size, 'byte')} "
-                                          "in .param "
-                                    "space")  # fmt: skip
+                raise self._refused(
+                    call, f"{name} with a result that is not one variable of {counted(size, 'byte')} in .param space"
+                )
             self._append(call, ("st", "local", kind), (Address(Symbol(slot.name)), value))
 
     def _slot(self, operand: Operand) -> Variable | None:

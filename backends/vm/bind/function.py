@@ -63,9 +63,9 @@ def jump_by(index: Step, targets: Sequence[int], guard: tuple[int, bool] | None,
         wrong = lanes & (chosen >= len(targets))
         if count_nonzero(wrong):
             lane = int(np.flatnonzero(wrong)[0])
-            raise Fault("branch-index", f"brx.idx with index {chosen[lane]} into a list of "
-                                        f"{counted(len(targets), 'label')} "
-                        f"is undefined (PTX ISA 9.7.12.4)", lane=lane)  # fmt: skip
+            labels = counted(len(targets), "label")
+            raise Fault("branch-index", f"brx.idx with index {chosen[lane]} into a list of {labels} is undefined "
+                        "(PTX ISA 9.7.12.4)", lane=lane)  # fmt: skip
         parts = [(targets[one], lanes & (chosen == one)) for one in np.unique(chosen[lanes]).tolist()]
         if count_nonzero(warp.mask & ~lanes):
             parts.append((after, warp.mask & ~lanes))
