@@ -116,17 +116,16 @@ class Engine:
                 )
 
     def most_wanted(self, awaited: list[object]) -> Operation | None:
-        """The oldest eligible operation that leads to one of the `awaited` mbarriers. Else the oldest of a queue, since
-        wgmma.wait_group waits for no mbarrier; a copy only if there is nothing else, and the newest first."""
+        """What ends if nobody can move without it. Products before copies, so that a copy is in flight as long as the
+        waits allow; the oldest that leads to one of the `awaited` mbarriers before others."""
         able = self.eligible()
-        if not able:
-            return None
+        products = [one for one in able if one.queue is not None]
         wanted = {id(target) for target in awaited}
-        for operation in able:
+        for operation in products or able:
             chain = [operation] if operation.queue is None else [o for o in self.pending if o.queue is operation.queue]
             if any(id(signal) in wanted for link in chain for signal in link.signals):
                 return operation
-        return next((one for one in able if one.queue is not None), able[-1])
+        return products[0] if products else able[-1] if able else None
 
 
 def _nothing() -> None:

@@ -222,17 +222,15 @@ def test_a_wait_that_is_not_repeated_gives_up(schedule: str, rule: str | None) -
     assert (fault and fault.rule) == rule, f"{schedule}: {fault}"
 
 
-def test_who_waits_for_no_mbarrier_gets_products_before_copies() -> None:
-    """wgmma.wait_group names no mbarrier. A copy that ended first would hide a moved wait for it."""
-    engine = Engine(defers=True)
-    older, product, newer = (
-        Operation(what, "kernel", 1, what, "warp 0", lambda: None, queue)
-        for what, queue in (("a copy", None), ("a product", engine), ("a later copy", None))
-    )
-    for one in (older, product, newer):
-        engine.submit(one)
+def test_copies_end_last() -> None:
+    """A copy that ended before a product which does not need it would hide a moved wait."""
+    engine, tensor_core, loaded = Engine(defers=True), object(), object()
+    for what, queue, signals in (
+        ("a copy", None, ()), ("an awaited copy", None, (loaded,)), ("a product", tensor_core, ()), ("a later copy", None, ())
+    ):  # fmt: skip
+        engine.submit(Operation(what, "kernel", 1, what, "warp 0", lambda: None, queue, signals))
     ended = list[str]()
-    while (one := engine.most_wanted([])) is not None:
+    while (one := engine.most_wanted([loaded])) is not None:
         engine.perform(one)
         ended.append(one.what)
-    assert ended == ["a product", "a later copy", "a copy"]
+    assert ended == ["a product", "an awaited copy", "a later copy", "a copy"]
