@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import lzma
 import re
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +15,15 @@ from backends.cutedsl.attention import FmhaSizes
 from backends.cutedsl.device import H200_SM_COUNT, WARPGROUP
 from backends.cutedsl.sm90_fmha.plan import LONE_KEYS, SHORT_KEYS, split_count
 from backends.vm.machine.cta import Cta
+from conformance import ROOT
 from conformance.kernels.mutants.campaign import Built, Outcome, Record, collected, program_of
 from conformance.kernels.mutants.mutant import instructions, mutants, program_id
 from conformance.kernels.mutants.table import RECORD, reasons, survivors
 from megamoe.contract import HostProgram, Program, RunOptions
 from megamoe.spec.load import load_specs
+
+MOVED_LEFT = "Bit 0 of a word that was moved to the left."
+"""The reason that a test below checks."""
 
 
 def _changed(built: Built, program: Program | HostProgram) -> list[str]:
@@ -47,6 +53,20 @@ def test_what_is_said_to_leave_the_same_bits_leaves_them(one: Outcome) -> None:
     (mutant,) = (each for each in mutants(built.program) if each.id == one.id)
     changed = _changed(built, mutant.of(built.program))
     assert not changed, f"{one.id} `{one.before}` -> `{one.after}` changes {changed} of {built.case.id}"
+
+
+def test_a_word_whose_bit_0_is_kept_was_moved_left(tmp_path: Path) -> None:
+    """A reason of survivors.yaml: a mask with bit 0 for one without. The instruction before it clears that bit."""
+    whole = tmp_path / "whole.jsonl"
+    whole.write_bytes(lzma.decompress((ROOT / "results" / "records" / "mutants-whole.jsonl.xz").read_bytes()))
+    kept = [one for one, why in survivors(Record(whole), reasons()) if why and why.why.startswith(MOVED_LEFT)]
+    for one in kept:
+        if (built := _built(one)) is None:
+            continue
+        register, before = re.escape(one.before.split()[1]), built.program.ptx.splitlines()[one.line - 2]
+        moved = re.fullmatch(rf"\s*shl\.b32 {register} %\w+, [1-9]\d*;", before)
+        assert moved, f"{one.id} `{one.before}` comes after `{before.strip()}`, which does not move to the left"
+    assert kept, f"no survivor has the reason `{MOVED_LEFT}`"
 
 
 SEEN_BY_CHANCE = {
