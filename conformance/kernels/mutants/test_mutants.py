@@ -589,7 +589,7 @@ def test_a_misspelt_backend_of_a_record_is_a_sentence(
     held = record.path.read_bytes()
     assert main([option, "--record", str(record.path), "--backend", "cutdsl"]) == 2
     told = capsys.readouterr().err
-    assert "has no mutants of the backend 'cutdsl'; it has cutedsl, ptx; did you mean cutedsl?" in told, told
+    assert "has no mutants of the backend 'cutdsl'; it has cutedsl, ptx; did you mean 'cutedsl'?" in told, told
     assert (list(tmp_path.iterdir()), record.path.read_bytes()) == ([record.path], held)
 
 

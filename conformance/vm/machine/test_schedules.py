@@ -225,9 +225,9 @@ def test_a_wait_that_is_not_repeated_gives_up(schedule: str, rule: str | None) -
 def test_copies_end_last() -> None:
     """A copy that ended before a product which does not need it would hide a moved wait."""
     engine, tensor_core, loaded = Engine(defers=True), object(), object()
-    for what, queue, signals in (
-        ("a copy", None, ()), ("an awaited copy", None, (loaded,)), ("a product", tensor_core, ()), ("a later copy", None, ())
-    ):  # fmt: skip
+    every = [("a copy", None, ()), ("an awaited copy", None, (loaded,))]
+    every += [("a product", tensor_core, ()), ("a later copy", None, ())]
+    for what, queue, signals in every:
         engine.submit(Operation(what, "kernel", 1, what, "warp 0", lambda: None, queue, signals))
     ended = list[str]()
     while (one := engine.most_wanted([loaded])) is not None:
