@@ -3,7 +3,7 @@
 A warp submits an operation. The schedule says when it is performed: at once (eager), as late as the waits of the warps
 allow (lazy), or at any time (random). Operations of one queue end in order of issue; the tensor core of a CTA is one
 queue. The ISA does not order MMAs of different accumulators there. Clocks express that, not reordering; see
-isa/tensor_core.py. Copies are in no queue and may end in any order.
+isa/tensor_core.py. Bulk copies are in no queue and may end in any order; the cp.async of a warp are in one.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ class Engine:
         """What ends if nobody can move without it. Products before copies, so that a copy is in flight as long as the
         waits allow; the oldest that leads to one of the `awaited` mbarriers before others."""
         able = self.eligible()
-        products = [one for one in able if one.queue is not None]
+        products = [one for one in able if one.queue is not None and not isinstance(one.queue, CopyGroups)]
         wanted = {id(target) for target in awaited}
         for operation in products or able:
             chain = [operation] if operation.queue is None else [o for o in self.pending if o.queue is operation.queue]
             if any(id(signal) in wanted for link in chain for signal in link.signals):
                 return operation
-        return products[0] if products else able[-1] if able else None
+        return next(iter(products or able), None)
 
 
 def _nothing() -> None:

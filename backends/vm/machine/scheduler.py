@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,7 +59,7 @@ class InOrder(Schedule):
     Before `lazy` does, waits that may time out give up once.
 
     `vain_rounds`: rounds in which warps have done only what they may repeat for ever (Engine.repeat) while operations
-    are pending: they may spin together until one ends. `gave_up_at`: the events after which waits gave up last.
+    are pending: they may spin together until one ends. `gave_up`: waits have, since the last operation.
     """
 
     name: str
@@ -66,7 +67,7 @@ class InOrder(Schedule):
     resident: int = 1
     quiet_rounds: int = 0
     vain_rounds: int = 0
-    gave_up_at: int = -1
+    gave_up: bool = False
 
     def turns_of(self, warps: int) -> int:
         """Each warp runs in each turn."""
@@ -81,11 +82,13 @@ class InOrder(Schedule):
         self.vain_rounds = 0 if changed or not run.engine.pending else self.vain_rounds + 1
         if moved and self.quiet_rounds < PATIENCE and self.vain_rounds < LONG_PATIENCE:
             return True
-        if not moved and self.defers and _give_up(run, self):
-            return True
+        if not moved and self.defers and not self.gave_up:
+            self.gave_up = True
+            if _give_up(run, run.warps):
+                return True
         operation = run.engine.most_wanted(run.awaited())
         if operation is not None:
-            self.vain_rounds = 0
+            self.vain_rounds, self.gave_up = 0, False
             run.engine.perform(operation)
         elif moved:
             run.admit_one_more()
@@ -100,7 +103,7 @@ class Late(Schedule):
     Operations end as they are issued. Before the late one moves, waits of the others that may time out give up once.
     `which`: "cta" or "warp", chosen by its rank or index `number`, modulo their count. `vain_rounds`: rounds in which
     the others have done only what they may repeat for ever (Engine.repeat), since they may spin together until the late
-    one moves.
+    one moves. `gave_up`: waits have, since the late one's last event.
     """
 
     name: str
@@ -110,7 +113,7 @@ class Late(Schedule):
     resident: int = 1
     quiet_rounds: int = 0
     vain_rounds: int = 0
-    gave_up_at: int = -1
+    gave_up: bool = False
 
     def _is_late(self, warp: Warp) -> bool:
         if self.which == "cta":
@@ -138,22 +141,31 @@ class Late(Schedule):
         self.vain_rounds = 0 if changed else self.vain_rounds + 1
         if moved and self.quiet_rounds < LATE_PATIENCE and self.vain_rounds < PATIENCE:
             return True
-        if not moved and _give_up(run, self):
-            return True
+        if not moved and not self.gave_up:
+            self.gave_up = True
+            if _give_up(run, [warp for warp in run.warps if not self._is_late(warp)]):
+                return True
+        known = run.engine.events
         behind = sum(run.advance(warp, 1) for warp in late)
+        self.gave_up = self.gave_up and run.engine.events == known
         if not behind and moved and self.quiet_rounds >= PATIENCE:
             run.admit_one_more()
             self.quiet_rounds = 0
         return bool(moved or behind)
 
 
-def _give_up(run: Run, policy: InOrder | Late) -> bool:
-    """Lets all waits that may time out do so (mbarrier.try_wait, PTX ISA 9.7.13.15.16), once for each state in which
-    nobody can move."""
-    if policy.gave_up_at == run.engine.events:
-        return False
-    policy.gave_up_at = run.engine.events
-    return run.expire()
+def _give_up(run: Run, warps: Sequence[Warp]) -> bool:
+    """Lets the unfinished waits of `warps` that may time out do so (mbarrier.try_wait, PTX ISA 9.7.13.15.16). False if
+    there is none.
+
+    A schedule does this once before an operation ends, and after each event of a late warp. A kernel may store whenever
+    it polls, so its own events must not let it give up again.
+    """
+    waiting = [warp for warp in warps if (wait := warp.waiting()) is not None and wait.expire is not None]
+    for warp in waiting:
+        warp.expire()
+        run.machine.steps_left -= 1
+    return bool(waiting)
 
 
 class Random(Schedule):

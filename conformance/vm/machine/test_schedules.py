@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.vm.machine.engine import Engine, Operation
+from backends.vm.machine.engine import CopyGroups, Engine, Operation
 from conformance.vm.kernel import ELECT, FENCE, SYNC, Kernel, Map, assert_clean, fault_of, init, wait
 
 TILES = 9
@@ -224,13 +224,36 @@ def test_a_wait_that_is_not_repeated_gives_up(schedule: str, rule: str | None) -
 
 def test_copies_end_last() -> None:
     """A copy that ended before a product which does not need it would hide a moved wait."""
-    engine, tensor_core, loaded = Engine(defers=True), object(), object()
-    every = [("a copy", None, ()), ("an awaited copy", None, (loaded,))]
-    every += [("a product", tensor_core, ()), ("a later copy", None, ())]
-    for what, queue, signals in every:
-        engine.submit(Operation(what, "kernel", 1, what, "warp 0", lambda: None, queue, signals))
+    engine, tensor_core, loaded, queue = Engine(defers=True), object(), object(), CopyGroups()
+    every = [("a copy", None, ()), ("cp.async", queue, ()), ("an awaited copy", None, (loaded,))]
+    every += [("a product", tensor_core, ())]
+    for what, of, signals in every:
+        engine.submit(Operation(what, "kernel", 1, what, "warp 0", lambda: None, of, signals))
     ended = list[str]()
     while (one := engine.most_wanted([loaded])) is not None:
         engine.perform(one)
         ended.append(one.what)
-    assert ended == ["a product", "an awaited copy", "a later copy", "a copy"]
+    assert ended == ["a product", "an awaited copy", "a copy", "cp.async"]
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "late_warp:0", "late_warp:1", "random:0"])
+def test_a_kernel_that_stores_while_it_polls_ends(schedule: str) -> None:
+    """A wait that gave up after each event of its own loop would poll for ever."""
+    body = f""".shared .align 8 .b64 copied; .shared .align 8 .b64 stored; .shared .align 16 .b8 tile[128];
+    {init("copied", "stored")}
+    setp.eq.u32 %p1, %warp, 1; @%p1 bra STORE;
+    @%p13 mbarrier.arrive.expect_tx.shared::cta.b64 _, [copied], 128;
+    @%p13 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [tile], [%x], 128, [copied];
+    POLL: mbarrier.try_wait.parity.shared::cta.b64 %p2, [copied], 0; @%p2 bra NEXT;
+    red.global.add.u32 [%polls], 1; bra POLL;
+    NEXT: mbarrier.try_wait.parity.shared::cta.b64 %p2, [stored], 0; @%p2 bra DONE;
+    red.global.add.u32 [%polls], 1; bra NEXT;
+    DONE: ld.shared.u32 %r1, [tile]; @%p13 st.global.u32 [%out], %r1;
+    ret;
+    STORE: setp.eq.u32 %p3, %lane, 0;
+    @%p3 mbarrier.arrive.shared::cta.b64 _, [stored];
+    ret;"""
+    buffers = {"x": np.full(32, 35, np.uint32), "out": np.zeros(1, np.uint32), "polls": np.zeros(1, np.uint32)}
+    kernel = Kernel(body, buffers, block=(64, 1, 1), inputs=("x",), step_budget=100_000)
+    fault = fault_of(kernel, schedule)
+    assert fault is None, f"{schedule}: {fault}"
