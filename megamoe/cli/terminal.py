@@ -72,8 +72,10 @@ def console(quiet: bool = False) -> Console:
     return found if found.is_terminal else Terminal(highlight=False, soft_wrap=True, width=200, quiet=quiet)
 
 
-_LONG = re.compile(rf"(?<![^\s(])'([^'\n]{{{MAX_CHARACTERS + 1},}})'(?!\w)|\S{{{MAX_CHARACTERS + 100},}}")
-"""A quotation or a word of which nobody reads the end. Paths in messages are shorter."""
+_LONG = re.compile(
+    rf"(?<![^\s(])'([^'\n]{{{MAX_CHARACTERS + 1},}})'(?!\w)|(?<!\S)(?![./])\S{{{MAX_CHARACTERS + 100},}}"
+)
+"""A quotation or a word of which nobody reads the end. A path is kept."""
 
 
 def _repeated(found: re.Match[str]) -> str:
@@ -180,7 +182,7 @@ class RunProgress:
             self._printed = time.monotonic()
             elapsed = self._printed - self._started
             self._console.print(
-                f"{self._counts.total()}/{counted(self._total, 'row')}, {self._summary()}, {elapsed:.0f} s"
+                f"{self._counts.total():,}/{counted(self._total, 'row')}, {self._summary()}, {elapsed:.0f} s"
             )
 
     def _summary(self) -> str:

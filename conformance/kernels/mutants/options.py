@@ -42,8 +42,9 @@ def parsed(given: list[str]) -> argparse.Namespace:
     options = parser.parse_args(given)
     for mode, read in READS.items():
         idle = [one for one in SELECTING if getattr(options, one) and one not in read]
-        if getattr(options, mode) not in (None, False) and idle:
-            these = f"only --{', --'.join(read)}" if read else "no other option, as its programs are fixed"
+        chosen = getattr(options, mode)
+        if chosen is not None and chosen is not False and idle:
+            these = f"only --{', --'.join(read)}" if read else "no option that selects, as its programs are fixed"
             parser.error(f"--{mode} reads {these}, so --{idle[0]} would do nothing")
     return options
 
