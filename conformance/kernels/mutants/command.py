@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
-from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
 
@@ -53,10 +52,11 @@ from conformance.kernels.mutants.table import (
 from conformance.kernels.mutants.unmutated import Watch, watch
 from megamoe.contract import NoProgramError, UnsupportedError, file_name
 from megamoe.contract.counted import counted
+from megamoe.contract.known_names import nearest
 from megamoe.records.lines import RecordError
 from megamoe.records.shards import Nth
 from megamoe.spec.marked_yaml import SpecError
-from megamoe.spec.selection import Selection, SelectionError, nearest
+from megamoe.spec.selection import Selection, SelectionError
 
 _BACKEND, _TARGET, _OP = attrgetter("backend"), attrgetter("target"), attrgetter("op")
 
@@ -303,9 +303,8 @@ def _alone(
 
 def _no_instruction(text: str, every: Sequence[Mutant]) -> str:
     kinds = sorted({kind_of(one.before) for one in every if one.kind in SYNCHRONISATION})
-    like = get_close_matches(text, kinds, 1)
-    guess = f"; did you mean {like[0]}?" if like else ""
-    return f"no instruction of this selection has {text!r} in its text; those that order are {', '.join(kinds)}{guess}"
+    ordering = f"those that order are {', '.join(kinds)}{nearest(text, kinds)}"
+    return f"no instruction of this selection has {text!r} in its text; {ordering}"
 
 
 def _call(given: Sequence[str], planned: int) -> Ran:

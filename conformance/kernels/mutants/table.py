@@ -5,6 +5,7 @@ results/mutations.md: the synchronising instructions of two programs, and which 
 
 from __future__ import annotations
 
+import lzma
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from megamoe.contract.counted import counted
 from megamoe.spec.marked_yaml import read_marked_yaml
 
 RECORD = ROOT / "results" / "mutants.jsonl"
+WHOLE = ROOT / "results" / "records" / "mutants-whole.jsonl.xz"
+"""The campaign over all programs, which docs/mutants.md tells of."""
 TABLE = ROOT / "results" / "mutants.md"
 DROPS = ROOT / "results" / "mutations.md"
 REASONS = Path(__file__).with_name("survivors.yaml")
@@ -93,6 +96,13 @@ def _words(value: object) -> Globs:
 
 def _each(globs: Globs) -> tuple[str, ...]:
     return (globs,) if isinstance(globs, str) else globs
+
+
+def whole_record(folder: Path) -> Record:
+    """The record of the whole campaign, unpacked to `folder`."""
+    path = folder / WHOLE.stem
+    path.write_bytes(lzma.decompress(WHOLE.read_bytes()))
+    return Record(path)
 
 
 def reason_of(one: Outcome, known: Sequence[Reason]) -> Reason | None:

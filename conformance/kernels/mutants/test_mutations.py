@@ -74,7 +74,7 @@ def test_a_text_that_no_instruction_has_is_said_so(capsys: pytest.CaptureFixture
     assert main([*case, "--text", "tcgen05.wiat"]) == 2, "nothing was taken out, so nothing was proven"
     said = capsys.readouterr().err
     assert "has 'tcgen05.wiat' in its text; those that order are bar.sync, " in said
-    assert "did you mean tcgen05.wait" in said
+    assert "did you mean 'tcgen05.wait" in said
 
 
 SCHEDULES = ("eager", "lazy", "random:1")

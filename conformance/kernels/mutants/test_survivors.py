@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lzma
 import re
 from collections.abc import Sequence
 from itertools import product
@@ -15,10 +14,9 @@ from backends.cutedsl.attention import FmhaSizes
 from backends.cutedsl.device import H200_SM_COUNT, WARPGROUP
 from backends.cutedsl.sm90_fmha.plan import LONE_KEYS, SHORT_KEYS, split_count
 from backends.vm.machine.cta import Cta
-from conformance import ROOT
 from conformance.kernels.mutants.campaign import Built, Outcome, Record, collected, program_of
 from conformance.kernels.mutants.mutant import instructions, mutants, program_id
-from conformance.kernels.mutants.table import RECORD, reasons, survivors
+from conformance.kernels.mutants.table import RECORD, reasons, survivors, whole_record
 from megamoe.contract import HostProgram, Program, RunOptions
 from megamoe.spec.load import load_specs
 
@@ -57,9 +55,7 @@ def test_what_is_said_to_leave_the_same_bits_leaves_them(one: Outcome) -> None:
 
 def test_a_word_whose_bit_0_is_kept_was_moved_left(tmp_path: Path) -> None:
     """A reason of survivors.yaml: a mask with bit 0 for one without. The instruction before it clears that bit."""
-    whole = tmp_path / "whole.jsonl"
-    whole.write_bytes(lzma.decompress((ROOT / "results" / "records" / "mutants-whole.jsonl.xz").read_bytes()))
-    kept = [one for one, why in survivors(Record(whole), reasons()) if why and why.why.startswith(MOVED_LEFT)]
+    kept = [one for one, why in survivors(whole_record(tmp_path), reasons()) if why and why.why.startswith(MOVED_LEFT)]
     for one in kept:
         if (built := _built(one)) is None:
             continue
