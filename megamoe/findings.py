@@ -257,7 +257,6 @@ def _is_end(file: str, path: str) -> bool:
 
 def _wrong_key(key: str, value: str, rules: Collection[str] | None) -> str:
     """Says what is wrong with a key's value; "" if nothing is."""
-
     if key == "rule" and rules is not None and value not in rules:
         return f"there is no rule {value!r}{nearest_of(value, rules, 'docs/rules/README.md')}"
     if key == "place":

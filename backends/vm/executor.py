@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backends.vm.faults import Fault, Findings, LaunchError, UnknownInstructionError, counted
+from backends.vm.faults import Fault, Findings, LaunchError, UnknownInstructionError
 from backends.vm.host.abi import scalar_bytes
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
@@ -123,7 +123,7 @@ def _check_workspaces(sizes: Mapping[str, int]) -> None:
     """Raise LaunchError for bad workspace sizes before anything is allocated."""
     for name, size in sizes.items():
         if size < 0:
-            raise LaunchError(f"the workspace {name!r} has {counted(size, 'byte')}; there are 0 or more")
+            raise LaunchError(f"the workspace {name!r} has {size} bytes; there are 0 or more")
     if sum(sizes.values()) > MAX_WORKSPACES:
         raise LaunchError(f"the program's workspaces have {sum(sizes.values())} bytes; at most {MAX_WORKSPACES} do")
 

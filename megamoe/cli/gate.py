@@ -284,11 +284,8 @@ def _changed_since(header: RunHeader, now: int) -> list[str]:
     """A sentence if the run's selection now has a different number of rows: specs, backends or the file changed."""
     if now == header.owed_rows:
         return []
-    return [
-        f"run {header.run} owed {counted(header.owed_rows, 'row')} when it began, its selection holds "
-        f"{now} now; run it "
-        "again"
-    ]
+    owed = counted(header.owed_rows, "row")
+    return [f"run {header.run} owed {owed} when it began, its selection holds {now} now; run it again"]
 
 
 def _of_other_revisions(headers: Iterable[RunHeader]) -> tuple[list[str], list[Finding]]:

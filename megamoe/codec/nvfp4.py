@@ -261,9 +261,8 @@ def unswizzle_scales(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Te
     """uint8 [..., row atoms, K atoms, 512] to uint8 [..., rows, blocks], unpadded. ValueError for other shapes."""
     if tuple(swizzled.shape[-3:]) != swizzled_shape(rows, blocks):
         raise ValueError(
-            f"swizzled scales of shape {tuple(swizzled.shape)}; {counted(rows, 'row')} of "
-            f"{counted(blocks, 'block')} have "
-            f"{swizzled_shape(rows, blocks)} at the end"
+            f"swizzled scales of shape {tuple(swizzled.shape)}; {counted(rows, 'row')} of {counted(blocks, 'block')} "
+            f"have {swizzled_shape(rows, blocks)} at the end"
         )
     row_atoms, k_atoms = swizzled.shape[-3:-1]
     split = swizzled.reshape(*swizzled.shape[:-1], 32, 4, ATOM_BLOCKS)

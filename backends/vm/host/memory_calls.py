@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault, counted
+from backends.vm.faults import Fault
 from backends.vm.host.abi import HostError, copy_from
 from backends.vm.host.runtime import INT, INVALID_VALUE, POINTER, SIZE, SUCCESS, UINT, Runtime, answers, put_u64
 from backends.vm.memory.map_fences import MAP_BYTES
@@ -233,7 +233,7 @@ class _Encoding:
     def __post_init__(self) -> None:
         interleave, swizzle, _, oob_fill = self.modes
         if not 1 <= self.rank <= MAX_RANK:
-            raise HostError(f"{self.call} is asked for {counted(self.rank, 'dimension')}; 1 to {MAX_RANK} are possible")
+            raise HostError(f"{self.call} is asked for {self.rank} dimensions; 1 to {MAX_RANK} are possible")
         if interleave:
             raise HostError(f"{self.call} is asked for interleave {interleave}; the VM has layouts without only")
         if not (0 <= self.dtype < len(_DTYPES) and 0 <= swizzle < len(_SWIZZLES) and oob_fill in (0, 1)):

@@ -65,7 +65,7 @@ def _check_after_last_phase(warp: Warp, number: int, barrier: NamedBarrier) -> N
 
 
 def _expected(count: int | None) -> str:
-    return "all threads of the CTA" if count is None else f"{counted(count, 'thread')}"
+    return "all threads of the CTA" if count is None else counted(count, "thread")
 
 
 def _operands(b: Binder, sources: tuple[Operand, ...]) -> tuple[int, int | None]:

@@ -393,9 +393,9 @@ def _check_linear(destination: int, source: int, size: int, lane: int, memory: G
             place = memory.spot(value) if what == in_global else f" {value:#x}"
             raise Fault("misaligned", f"the {what}{place} of a bulk copy is not a multiple of 16", lane=lane)
     if size <= 0:
-        raise Fault("bulk-copy", f"a bulk copy of {counted(size, 'byte')}", lane=lane)
+        raise Fault("bulk-copy", f"a bulk copy of {size} bytes", lane=lane)
     if size > MAX_DYNAMIC:  # Check before any piece is built.
-        raise Fault("out-of-bounds", f"a bulk copy of {counted(size, 'byte')}; the shared memory of a CTA has at most "
+        raise Fault("out-of-bounds", f"a bulk copy of {size} bytes; the shared memory of a CTA has at most "
                     f"{MAX_DYNAMIC}", lane=lane)  # fmt: skip
 
 

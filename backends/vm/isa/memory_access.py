@@ -250,8 +250,7 @@ def st_bulk(b: Binder) -> Step:
             count = int(getattr(warp, view)[row][lane])
             if count % 8 or count > MAX_BULK_STORE:
                 raise Fault("bulk-store", f"{counted(count, 'byte')} where st.bulk takes a multiple of 8 up to "
-                                          f"{MAX_BULK_STORE}",
-                            lane=lane)  # fmt: skip
+                            f"{MAX_BULK_STORE}", lane=lane)  # fmt: skip
             places = int(address(warp)[lane]) + np.arange(0, count, 8, dtype=np.int64)
             if places.size:
                 where, places = access.resolve(space, places)

@@ -331,7 +331,7 @@ def load_parameter(warp: Warp, addresses: Addresses, size: int) -> Bytes:
     if count_nonzero(outside):
         lane = int(outside.argmax())
         raise Fault("out-of-bounds", f"parameter load of {counted(size, 'byte')} outside of the "
-                                     f"{counted(params.size, 'byte')} of parameters",
+                    f"{counted(params.size, 'byte')} of parameters",
                     lane=lane, address=int(offsets[lane]))  # fmt: skip
     return params[offsets[:, None] + np.arange(size)]
 
@@ -344,7 +344,7 @@ def _local_index(
     if count_nonzero(outside):
         lane = int(outside.argmax())
         raise Fault("out-of-bounds", f"local access of {counted(size, 'byte')}; a thread has "
-                                     f"{counted(warp.local.data.shape[1], 'byte')}",
+                    f"{counted(warp.local.data.shape[1], 'byte')}",
                     lane=lane, address=int(addresses[lane]))  # fmt: skip
     return lanes[:, None].astype(np.intp), addresses[:, None] + np.arange(size)
 

@@ -269,9 +269,8 @@ class Machine:
         if address >> WINDOW_SHIFT == PARAM_WINDOW >> WINDOW_SHIFT:
             offset = address - PARAM_WINDOW
             if offset + size > self.params.size:
-                raise Fault("out-of-bounds", f"read of {counted(size, 'byte')} past the "
-                                             f"{counted(self.params.size, 'byte')} of parameters",
-                            address=address)  # fmt: skip
+                past = f"the {counted(self.params.size, 'byte')} of parameters"
+                raise Fault("out-of-bounds", f"read of {counted(size, 'byte')} past {past}", address=address)
             return self.params[offset : offset + size]
         return self.memory.load(np.array([address], np.int64), size)[0]
 
@@ -298,14 +297,11 @@ def _check_launch(function: BoundFunction, shape: LaunchShape) -> None:
     if int(np.prod(grid, dtype=object)) > MAX_CTAS:
         raise LaunchError(f"{name}: grid {grid} has more than the {MAX_CTAS} CTAs that this machine runs")
     if shape.dynamic_smem < 0:
-        raise LaunchError(
-            f"{name}: {counted(shape.dynamic_smem, 'byte')} of dynamic shared memory; there are 0 or more"
-        )
+        raise LaunchError(f"{name}: {shape.dynamic_smem} bytes of dynamic shared memory; there are 0 or more")
     if shape.dynamic_smem + function.static_shared > MAX_DYNAMIC:
         raise LaunchError(
             f"{name}: {counted(shape.dynamic_smem, 'byte')} of dynamic shared memory and {function.static_shared} "
-            "static ones "
-            f"exceed {MAX_DYNAMIC}"
+            f"static ones exceed {MAX_DYNAMIC}"
         )
     if function.local_size > MAX_LOCAL:
         raise LaunchError(f"{name}: {function.local_size} bytes of local memory a thread exceed {MAX_LOCAL}")
@@ -521,18 +517,22 @@ class Run:
         waits = [warp.strands[0].wait for warp in self.warps if warp.strands]
         return [wait.target for wait in waits if wait is not None and wait.target is not None]
 
+    def _impatient(self, warps: Sequence[Warp]) -> list[Warp]:
+        """Those at an unfinished wait that may time out (mbarrier.try_wait, PTX ISA 9.7.13.15.16)."""
+        return [warp for warp in warps if (wait := warp.waiting()) is not None and wait.expire is not None]
+
     def expire_one(self, choice: random.Random) -> bool:
         """Expire one wait that may time out. False if there is none."""
-        waiting = [warp for warp in self.warps if (wait := warp.waiting()) is not None and wait.expire]
+        waiting = self._impatient(self.warps)
         if not waiting:
             return False
         choice.choice(waiting).expire()
         self.machine.steps_left -= 1
         return True
 
-    def expire(self) -> bool:
-        """Expire all waits that may time out. False if there is none."""
-        waiting = [warp for warp in self.warps if warp.strands and warp.strands[0].wait and warp.strands[0].wait.expire]
+    def expire(self, warps: Sequence[Warp] | None = None) -> bool:
+        """Expire all waits of `warps` (None: of all) that may time out. False if there is none."""
+        waiting = self._impatient(self.warps if warps is None else warps)
         for warp in waiting:
             warp.expire()
         return bool(waiting)

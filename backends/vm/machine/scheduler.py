@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,7 +58,8 @@ class InOrder(Schedule):
     Before `lazy` does, waits that may time out give up once.
 
     `vain_rounds`: rounds in which warps have done only what they may repeat for ever (Engine.repeat) while operations
-    are pending: they may spin together until one ends. `gave_up`: waits have, since the last operation.
+    are pending: they may spin together until one ends. `gave_up`: waits have, since the last operation. No event of a
+    warp resets it, because a kernel may store whenever it polls.
     """
 
     name: str
@@ -84,7 +84,7 @@ class InOrder(Schedule):
             return True
         if not moved and self.defers and not self.gave_up:
             self.gave_up = True
-            if _give_up(run, run.warps):
+            if run.expire():
                 return True
         operation = run.engine.most_wanted(run.awaited())
         if operation is not None:
@@ -103,7 +103,8 @@ class Late(Schedule):
     Operations end as they are issued. Before the late one moves, waits of the others that may time out give up once.
     `which`: "cta" or "warp", chosen by its rank or index `number`, modulo their count. `vain_rounds`: rounds in which
     the others have done only what they may repeat for ever (Engine.repeat), since they may spin together until the late
-    one moves. `gave_up`: waits have, since the late one's last event.
+    one moves. `gave_up`: waits have, since the late one's last event. The events of the others do not reset it, because
+    they may store whenever they poll.
     """
 
     name: str
@@ -143,7 +144,7 @@ class Late(Schedule):
             return True
         if not moved and not self.gave_up:
             self.gave_up = True
-            if _give_up(run, [warp for warp in run.warps if not self._is_late(warp)]):
+            if run.expire([warp for warp in run.warps if not self._is_late(warp)]):
                 return True
         known = run.engine.events
         behind = sum(run.advance(warp, 1) for warp in late)
@@ -152,20 +153,6 @@ class Late(Schedule):
             run.admit_one_more()
             self.quiet_rounds = 0
         return bool(moved or behind)
-
-
-def _give_up(run: Run, warps: Sequence[Warp]) -> bool:
-    """Lets the unfinished waits of `warps` that may time out do so (mbarrier.try_wait, PTX ISA 9.7.13.15.16). False if
-    there is none.
-
-    A schedule does this once before an operation ends, and after each event of a late warp. A kernel may store whenever
-    it polls, so its own events must not let it give up again.
-    """
-    waiting = [warp for warp in warps if (wait := warp.waiting()) is not None and wait.expire is not None]
-    for warp in waiting:
-        warp.expire()
-        run.machine.steps_left -= 1
-    return bool(waiting)
 
 
 class Random(Schedule):

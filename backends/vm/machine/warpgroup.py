@@ -266,9 +266,9 @@ def warpgroup_of(warp: Warp) -> Warpgroup:
     if number not in cta.warpgroups:
         first = WARPS * number
         if first + WARPS > len(cta.warps):
-            raise Fault("warpgroup-diverged", f"wgmma in warp {warp.index} of a CTA of "
-                                              f"{counted(len(cta.warps), 'warp')}, where a "
-                        f"warpgroup is warps {first}..{first + WARPS - 1}")  # fmt: skip
+            warps = counted(len(cta.warps), "warp")
+            raise Fault("warpgroup-diverged", f"wgmma in warp {warp.index} of a CTA of {warps}, where a warpgroup is "
+                        f"warps {first}..{first + WARPS - 1}")  # fmt: skip
         cta.warpgroups[number] = Warpgroup(first, warp.agents.new_copy(), [Part() for _ in range(WARPS)])
     return cta.warpgroups[number]
 

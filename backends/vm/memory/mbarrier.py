@@ -82,8 +82,7 @@ class MBarrier:
         """
         if count > self.pending:
             raise Fault("mbarrier-misuse", f"{counted(count, 'arrival')} where phase {self.phase} of this mbarrier "
-                                           "expects only "
-                        f"{self.pending} more of {self.expected} (last arrival: {self.last_arrival})",
+                        f"expects only {self.pending} more of {self.expected} (last arrival: {self.last_arrival})",
                         address=self.offset)  # fmt: skip
         self.pending -= count
         if drop:

@@ -111,9 +111,9 @@ class SharedMemory:
             if at >= RESERVED and at + size <= self.size:
                 raise Fault("misaligned", f"shared {access} of {size} bytes at an address that is not a multiple of "
                             f"{size}", lane=lane, address=at)  # fmt: skip
-            raise Fault("out-of-bounds", f"shared {access} of {counted(size, 'byte')}; this CTA has "
-                                         f"{counted(self.size - RESERVED, 'byte')} "
-                        f"from {RESERVED:#x} to {self.size:#x}", lane=lane, address=at)  # fmt: skip
+            room = counted(self.size - RESERVED, "byte")
+            raise Fault("out-of-bounds", f"shared {access} of {counted(size, 'byte')}; this CTA has {room} from "
+                        f"{RESERVED:#x} to {self.size:#x}", lane=lane, address=at)  # fmt: skip
 
     def check_region(self, offset: int, size: int, access: str) -> None:
         """Raise Fault unless `size` bytes at `offset` are inside and aligned to their size."""

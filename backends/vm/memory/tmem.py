@@ -96,8 +96,7 @@ class TensorMemory:
     def allocate(self, first: int, columns: int, line: int) -> None:
         """Allocate columns. The count is a power of two in 32..512, at most that of the allocation before."""
         if columns > self.smallest:
-            raise Fault("tmem-alloc", f"{counted(columns, 'column')} asked for after an allocation of "
-                                      f"{self.smallest}: the count "
+            raise Fault("tmem-alloc", f"{columns} columns asked for after an allocation of {self.smallest}: the count "
                         "may not grow from one allocation of a CTA to the next")  # fmt: skip
         self.smallest = columns
         self.allocations.append(Allocation(first, columns, line))
@@ -136,7 +135,7 @@ class TensorMemory:
                 return
         held = ", ".join(f"{a.columns} columns at {a.first:#x}" for a in self.allocations) or "none"
         raise Fault("tmem-dealloc", f"tcgen05.dealloc of {counted(columns, 'column')} at {address:#x}; live "
-                                    f"allocations: {held}",
+                    f"allocations: {held}",
                     address=address)  # fmt: skip
 
     def _check_owned(self, index: Index, action: str) -> None:

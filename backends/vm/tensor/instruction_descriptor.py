@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault, counted
+from backends.vm.faults import Fault
 from backends.vm.tensor.swizzle import Swizzle
 
 CtaGroup = Literal[1, 2]
@@ -328,8 +328,7 @@ def decode_zero_columns(raw: int, m: int, n: int, max_shift: int) -> ZeroColumns
         )
     shift, most = raw >> 56 & 63, min(max_shift, 16 if m == 32 else 32)
     if shift > most:
-        raise Fault("instruction-descriptor", f"the zero-column mask shifts by {counted(shift, 'column')}; at most "
-                                              f"{most} are "
+        raise Fault("instruction-descriptor", f"the zero-column mask shifts by {shift} columns; at most {most} are "
                     "possible with this M and maximum shift (PTX ISA 9.7.16.4.3)")  # fmt: skip
     zero, parts = np.zeros(n, np.bool_), 128 // m
     if raw >> 39 & 1:

@@ -154,7 +154,7 @@ def _refuse(what: str) -> NoReturn:
 def _check_lengths(tensor_map: TensorMap) -> None:
     rank = tensor_map.rank
     if not 1 <= rank <= MAX_RANK:
-        _refuse(f"{counted(rank, 'dimension')}; 1 to {MAX_RANK} are possible")
+        _refuse(f"{rank} dimensions; 1 to {MAX_RANK} are possible")
     for name, values, wanted in (
         ("strides", tensor_map.strides, rank - 1),
         ("box", tensor_map.box, rank if tensor_map.im2col is None else 1),
@@ -288,7 +288,7 @@ def decode_tensor_map(raw: bytes) -> TensorMap:
     low, high_strides, dims, step_word, box_word, pixel_word = words[0:4], words[4], words[5:10], *words[10:13]
     rank, pixels = (flags >> 4 & 7) + 1, bool(flags & 1)
     if rank > MAX_RANK:
-        raise _unusable(f"has {counted(rank, 'dimension')} in bits 70..68; at most {MAX_RANK} exist")
+        raise _unusable(f"has {rank} dimensions in bits 70..68; at most {MAX_RANK} exist")
     if pixels and rank < MIN_IM2COL_RANK:
         raise _unusable(f"is an im2col one (bit 64) of {rank} dimensions; those have {MIN_IM2COL_RANK} or more")
     if flags >> 11 & 3:

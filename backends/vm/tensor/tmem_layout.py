@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.vm.faults import Fault, counted
+from backends.vm.faults import Fault
 from backends.vm.tensor.swizzle import IntArray
 
 Words = NDArray[np.uint32]
@@ -74,7 +74,7 @@ def register_map(shape: str, num: int, packed: bool = False, half_split: int = 0
     if num not in (1, 2, 4, 8, 16, 32, 64, 128) or num > most:
         raise Fault("tmem-shape", f"tcgen05.ld and st .{shape} have no .x{num}; .num is a power of two up to x{most}")
     if not 0 <= half_split < COLUMNS:
-        raise Fault("tmem-shape", f"the second half of .16x32bx2 lies {counted(half_split, 'column')} on, of {COLUMNS}")
+        raise Fault("tmem-shape", f"the second half of .16x32bx2 lies {half_split} columns on, of {COLUMNS}")
     register, thread = np.indices((registers * num, WARP_LANES), dtype=np.int64)
     lanes, columns = _closed_form(shape, register, thread)
     width = 2 if packed else 1
