@@ -29,6 +29,7 @@ from conformance.kernels.mutants.campaign import (
     run,
     subjects,
 )
+from conformance.kernels.mutants.claims import claimed, held
 from conformance.kernels.mutants.journal import Ran
 from conformance.kernels.mutants.mutant import ID, SYNCHRONISATION, Mutant
 from conformance.kernels.mutants.options import RUNS
@@ -66,6 +67,8 @@ def perform(options: argparse.Namespace, given: Sequence[str]) -> int:
     try:
         if options.table:
             return _table(Record(*_records(options, RECORD)), options)
+        if options.argued:
+            return _argued(Record(*_records(options, RECORD)), options)
         if options.forget or options.smoke:
             with closing(Record(*_records(options, RECORD))) as record:
                 return _amended(record, options)
@@ -122,6 +125,19 @@ def _table(record: Record, options: argparse.Namespace) -> int:
     place.write_text(table(record, reasons(), ours=ours, chosen=part), "utf-8")
     print(f"{place}: {counted(len(found), 'mutant')}")
     return 0
+
+
+def _argued(record: Record, options: argparse.Namespace) -> int:
+    """Runs the survivors that a reason says leave the same bits; status 1 if one leaves others."""
+    claims, wrong, gone = claimed(chosen(record, options), reasons()), 0, 0
+    if not claims:
+        raise ValueError(f"no reason says of a survivor of {record.path} that it leaves the same bits")
+    for at, claim in enumerate(held(claims), 1):
+        wrong, gone = wrong + bool(claim.changed), gone + (claim.changed is None)
+        print(f"{at}/{len(claims)} {claim.told}", flush=True)
+    same, many = len(claims) - wrong - gone, counted(len(claims), "mutant")
+    print(f"{record.path}: {same} of {many} leave the same bits, {wrong} others; programs of {gone} are built no more")
+    return int(wrong > 0)
 
 
 def _place(record: Path, part: argparse.Namespace | None) -> tuple[Path, bool]:

@@ -16,6 +16,7 @@ READS = {
     "table": ("op", "backend", "target", "program"),
     "smoke": ("op", "backend", "target", "program"),
     "forget": ("op", "backend", "target", "program"),
+    "argued": ("op", "backend", "target", "program"),
     "drops": (),
     "unmutated": (),
 }
@@ -34,7 +35,7 @@ def parsed(given: list[str]) -> argparse.Namespace:
     parser = _Parser(prog="nox -s mutants --", description=ABOUT, epilog="Exit status: 1 if a mutant that a campaign, "
                      "--id or --text has run lives without an excuse; 2 for unusable options; 130 after Ctrl-C; 0 "
                      "otherwise. --table, --smoke, --search and --forget are reports, and end with 0 whatever lives. "
-                     "--unmutated ends with 1 for an error.")  # fmt: skip
+                     "--unmutated ends with 1 for an error, --argued for a wrong argument.")  # fmt: skip
     _add_selection(parser.add_argument_group("which programs and cases"))
     _add_draws(parser.add_argument_group("which mutants of them"))
     _add_record(parser.add_argument_group("the record"))
@@ -91,8 +92,8 @@ def _add_draws(group: _Group) -> None:
 
 def _add_record(group: _Group) -> None:
     group.add_argument("--record", action="append", type=Path, metavar="FILE", help="Where results are written and "
-                       "read: JSON lines. Several are shards, of which the first is written to. --table, --smoke and "
-                       "--forget take results/mutants.jsonl unless --backend names one of your own. "
+                       "read: JSON lines. Several are shards, of which the first is written to. --table, --smoke, "
+                       "--forget and --argued take results/mutants.jsonl unless --backend names one of your own. "
                        f"[default: {RUNS}]")  # fmt: skip
     group.add_argument("--forget", action="store_true", help="Leave programs that are built no more out of the record: "
                        "use it after a change of a kernel.")  # fmt: skip
@@ -103,6 +104,8 @@ def _add_others(group: _Group) -> None:
                        "--backend, --target and --program choose a part.")  # fmt: skip
     group.add_argument("--smoke", action="store_true", help="Ask which mutants of the record the rows of the profile "
                        "smoke kill: use it to learn what CI alone would notice.")  # fmt: skip
+    group.add_argument("--argued", action="store_true", help="Run the survivors of the record that survivors.yaml says "
+                       "leave the same bits, and compare: use it after a change of an argument.")  # fmt: skip
     group.add_argument("--id", metavar="ID", help="Run one mutant, of the --case and --backend that build its program, "
                        "and say what kills it. Nothing is recorded: use it while you write a check.")  # fmt: skip
     group.add_argument("--text", metavar="TEXT", help="Run all mutants of the instructions with TEXT, as "

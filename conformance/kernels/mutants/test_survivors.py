@@ -3,61 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 
 from backends.cutedsl.attention import FmhaSizes
 from backends.cutedsl.device import H200_SM_COUNT, WARPGROUP
 from backends.cutedsl.sm90_fmha.plan import LONE_KEYS, SHORT_KEYS, split_count
 from backends.vm.machine.cta import Cta
+from conformance.kernels.mutants import command
+from conformance.kernels.mutants.__main__ import main
 from conformance.kernels.mutants.campaign import Built, Outcome, Record, collected, program_of
-from conformance.kernels.mutants.mutant import instructions, mutants, program_id
-from conformance.kernels.mutants.table import RECORD, reasons, survivors, whole_record
-from megamoe.contract import HostProgram, Program, RunOptions
+from conformance.kernels.mutants.claims import built_of, changed, claimed, held
+from conformance.kernels.mutants.mutant import instructions, mutants
+from conformance.kernels.mutants.table import RECORD, Reason, reasons, survivors, whole_record
+from megamoe.contract import RunOptions
 from megamoe.spec.load import load_specs
 
 MOVED_LEFT = "Bit 0 of a word that was moved to the left."
 """The reason that a test below checks."""
 
 
-def _changed(built: Built, program: Program | HostProgram) -> list[str]:
-    """Outputs of a case where `program` leaves other bits than the unchanged program."""
-    in_order = RunOptions(schedule="eager")
-    own, other = (collected(built, one, in_order).ran.settled for one in (built.program, program))
-    return [name for name in own if not torch.equal(own[name].view(torch.uint8), other[name].view(torch.uint8))]
-
-
-def _built(one: Outcome) -> Built | None:
-    """Builds the program of an outcome on the case in its name; None if its backend builds another by now."""
-    backend, target, case_id, text = one.program.split()
-    spec = load_specs(None)[case_id.partition(":")[0]]
-    program = program_of(backend, target, case := spec.parse_case(case_id))
-    return Built(spec, case, program) if program is not None and program_id(program.ptx) == text else None
-
-
-def _argued() -> Sequence[Outcome]:
-    known = reasons()
-    return [one for one, why in survivors(Record(RECORD), known) if why is not None and why.same_bits]
-
-
-@pytest.mark.parametrize("one", _argued(), ids=lambda one: one.id)
+@pytest.mark.parametrize("one", claimed(Record(RECORD).results, reasons()), ids=lambda one: one.id)
 def test_what_is_said_to_leave_the_same_bits_leaves_them(one: Outcome) -> None:
-    if (built := _built(one)) is None:
+    (claim,) = held([one])
+    if claim.changed is None:
         pytest.skip(f"{one.program} is built no more; `nox -s mutants -- --forget` takes it out of the record")
-    (mutant,) = (each for each in mutants(built.program) if each.id == one.id)
-    changed = _changed(built, mutant.of(built.program))
-    assert not changed, f"{one.id} `{one.before}` -> `{one.after}` changes {changed} of {built.case.id}"
+    assert not claim.changed, claim.told
 
 
 def test_a_word_whose_bit_0_is_kept_was_moved_left(tmp_path: Path) -> None:
     """A reason of survivors.yaml: a mask with bit 0 for one without. The instruction before it clears that bit."""
     kept = [one for one, why in survivors(whole_record(tmp_path), reasons()) if why and why.why.startswith(MOVED_LEFT)]
     for one in kept:
-        if (built := _built(one)) is None:
+        if (built := built_of(one.program)) is None:
             continue
         register, before = re.escape(one.before.split()[1]), built.program.ptx.splitlines()[one.line - 2]
         moved = re.fullmatch(rf"\s*shl\.b32 {register} %\w+, [1-9]\d*;", before)
@@ -79,16 +61,24 @@ def test_mutants_that_the_record_lacks_leave_the_same_bits(case_id: str) -> None
     assert program is not None, f"ptx has no program of {case_id}"
     kind, text, which = SEEN_BY_CHANCE[case_id]
     mutant = [one for one in mutants(program) if (one.kind, one.before) == (kind, text)][which]
-    changed = _changed(Built(spec, case, program), mutant.of(program))
-    assert not changed, f"{mutant.id} `{text}` changes {changed} of {case_id}"
+    found = changed(Built(spec, case, program), mutant.of(program))
+    assert not found, f"{mutant.id} `{text}` changes {found} of {case_id}"
 
 
-def test_other_bits_are_seen() -> None:
-    """A planted fault: a mutant that a metric killed."""
+def test_a_wrong_argument_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A planted fault: a mutant that a metric killed, with a reason that says it leaves the same bits."""
     killed = [one for one in Record(RECORD).results if one.check.startswith("metric:") and one.schedule == "eager"]
-    built, one = next((built, one) for one in killed if one.case in one.program and (built := _built(one)) is not None)
-    (mutant,) = (each for each in mutants(built.program) if each.id == one.id)
-    assert _changed(built, mutant.of(built.program)), f"{one.id} was killed by {one.check}, and changes no bit"
+    one = next(one for one in killed if one.case in one.program and built_of(one.program) is not None)
+    with closing(Record(tmp_path / "mine.jsonl")) as record:
+        record.append(replace(one, check="", case="", schedule="", sentence=""))
+    monkeypatch.setattr(f"{command.__name__}.reasons", lambda: [Reason("equivalent", "it is said", same_bits=True)])
+    assert main(["--argued", "--record", str(record.path)]) == 1, f"{one.id} was killed by {one.check}"
+    assert f"{one.id} `{one.before}` -> `{one.after}` leaves other bits in " in (told := capsys.readouterr().out), told
+    assert told.endswith("0 of 1 mutant leave the same bits, 1 others; programs of 0 are built no more\n"), told
+    monkeypatch.setattr(f"{command.__name__}.reasons", list)
+    assert main(["--argued", "--record", str(record.path)]) == 2, "no reason says that anything leaves the same bits"
 
 
 @pytest.mark.parametrize(("hd", "mbarriers"), [(256, 2), (512, 2), (128, 0)])
