@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import cache
 from importlib import resources
@@ -187,9 +188,12 @@ def _unexpected(error: UnexpectedInput, text: str, name: str) -> PtxSyntaxError:
     return PtxSyntaxError(f"{seen} where {_one_of(expected)} should{ends}", name, line, column)
 
 
+_BLOCK_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+
+
 def _unended(text: str, line: int, column: int) -> int:
     """The line above with the end of an unfinished statement, if the place (from 1) begins a line of code; else 0."""
-    lines = text.split("\n")[:line]
+    lines = _BLOCK_COMMENT.sub(lambda one: re.sub(".", " ", one[0]), text).split("\n")[:line]
     if not lines or lines[-1][: column - 1].strip():
         return 0
     return next((number for number in range(line - 1, 0, -1) if lines[number - 1].partition("//")[0].strip()), 0)

@@ -34,6 +34,11 @@ SOURCES = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).pa
             ["';'", "; line 5 ends without a ';'"],
         ),
         (HEADER + ".entry f() {\n .reg .b32 a\n mov.b32 a, 2;\n}", (5, 2), ["; line 4 ends without a ';'"]),
+        (
+            HEADER + ".entry f() {\n .reg .b32 a /* which\n is */ // a word\n /* used */ mov.b32 a, 2;\n}",
+            (6, 13),
+            ["; line 4 ends without a ';'"],
+        ),
         (HEADER + ".entry f() {\n ret;", (4, 6), ["the text ends", "'}'"]),
         (HEADER + ".entry f() { bra L; }", (3, 18), ["the label L does not exist"]),
         (HEADER + ".entry f() { { L: ret; } bra L; }", (3, 30), ["the label L does not exist"]),
