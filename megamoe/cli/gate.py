@@ -36,7 +36,7 @@ from megamoe.gate.baseline import VM_BASELINE, Baseline, baseline_for, read_base
 from megamoe.gate.counters import Claim, against_baseline
 from megamoe.gate.evidence import checked
 from megamoe.gate.expected import Expectation, stale_entries
-from megamoe.gate.shards import Absent, Again, absent_shards, shards_twice
+from megamoe.gate.shards import Absent, Again, absent_shards, changed_since, shards_twice
 from megamoe.gate.verdict import Finding, Verdict, judge_run, open_line
 from megamoe.records.files import RUNS, RecordFile, check_place, files_in, newest_run, read_records
 from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader, Signature
@@ -199,7 +199,11 @@ def _evidence(
     absent = replace(absent, findings=(*absent.findings, *shards_twice(headers, records)))
     if nth is not None:
         owed = {selection: [*cut_now(rows, nth.count).shards[nth.index - 1]] for selection, rows in owed.items()}
-    changed = [text for header, rows in held if header.shard is None for text in _changed_since(header, len(rows))]
+    changed = [
+        changed_since(f"run {header.run}", header.owed_rows, len(rows))
+        for header, rows in held
+        if header.shard is None and header.owed_rows != len(rows)
+    ]
     notes = [file.torn for file in files if file.torn]
     unknown, elsewhere = _of_other_revisions(headers)
     notes += unknown
@@ -278,14 +282,6 @@ def _accept_command(records: Sequence[Path], baseline: Path | None, specs: Path 
         return f'megamoe accept {shlex.join(words)} --reason "..."{" " if tail else ""}{tail}'
 
     return command
-
-
-def _changed_since(header: RunHeader, now: int) -> list[str]:
-    """A sentence if the run's selection now has a different number of rows: specs, backends or the file changed."""
-    if now == header.owed_rows:
-        return []
-    owed = counted(header.owed_rows, "row")
-    return [f"run {header.run} owed {owed} when it began, its selection holds {now} now; run it again"]
 
 
 def _of_other_revisions(headers: Iterable[RunHeader]) -> tuple[list[str], list[Finding]]:

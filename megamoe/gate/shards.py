@@ -62,12 +62,13 @@ def absent_shards(
                 findings.append(_many_missing(shard, missing, again(header, "$index")))
             spoken_for.update(row for index in missing for row in of.get(index, of.get(0, [])))
         elif sum(there.values()) != len(rows):
-            told = (
-                f"run set {name} owed {counted(sum(there.values()), 'row')} when it began, its selection "
-                f"holds {len(rows)} now"
-            )
-            findings.append(_closing(f"{told}; run it again"))
+            findings.append(_closing(changed_since(f"run set {name}", sum(there.values()), len(rows))))
     return Absent(tuple(findings), frozenset(spoken_for))
+
+
+def changed_since(run: str, owed: int, now: int) -> str:
+    """A sentence about a run whose selection has another number of rows now: specs, backends or its file changed."""
+    return f"{run} owed {counted(owed, 'row')} when it began, its selection holds {now} now; run it again"
 
 
 def shards_twice(headers: Iterable[RunHeader], records: Iterable[Record]) -> list[Finding]:
