@@ -139,10 +139,7 @@ class TensorMemory:
                     address=address)  # fmt: skip
 
     def _check_owned(self, index: Index, action: str) -> None:
-        (low_lane, high_lane), (low, high) = _bounds(index[0]), _bounds(index[1])
-        if low < 0 or high >= COLUMNS or low_lane < 0 or high_lane >= LANES:
-            raise Fault("tmem-out-of-bounds", f"{action} lanes {low_lane}..{high_lane}, columns {low}..{high} of a "
-                        f"tensor memory of {LANES} x {COLUMNS}")  # fmt: skip
+        _check_bounds(index, action)
         owned = self.owned[index[1]]
         if count_nonzero(owned) < owned.size:
             columns = _as_array(index[1])
@@ -220,6 +217,7 @@ class TensorMemory:
         `ended`: the last mma whose end its issuer has seen. The ISA orders MMAs of one accumulator (9.7.16.6.2): such
         an mma reads what it writes, or comes before the writer.
         """
+        _check_bounds(index, "tcgen05.mma writes")
         found, wrote = self.reader[index], self.writer[index]
         read = _only(found)
         if read is not None and (agent_of(read) != agent_of(reads) or (read & EPOCH_MASK) <= ended):
@@ -365,6 +363,13 @@ class TensorMemory:
 def free_places(owned: npt.NDArray[np.bool_], columns: int) -> list[int]:
     """First columns of the free runs of `columns` columns, aligned to that number."""
     return [at for at in range(0, COLUMNS, columns) if not count_nonzero(owned[at : at + columns])]
+
+
+def _check_bounds(index: Index, action: str) -> None:
+    (low_lane, high_lane), (low, high) = _bounds(index[0]), _bounds(index[1])
+    if low < 0 or high >= COLUMNS or low_lane < 0 or high_lane >= LANES:
+        raise Fault("tmem-out-of-bounds", f"{action} lanes {low_lane}..{high_lane}, columns {low}..{high} of a "
+                    f"tensor memory of {LANES} x {COLUMNS}")  # fmt: skip
 
 
 def _only(stamps: Stamps) -> int | None:

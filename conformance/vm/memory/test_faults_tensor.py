@@ -75,6 +75,16 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
         "tmem-out-of-bounds",
         ("tcgen05.ld reads lanes", "128 x 512"),
     ),
+    "an accumulator that reaches beyond tensor memory": (
+        {"issue": marked("issue", MMA, MMA.replace("[%r40]", "[%r40+500]"))},
+        "tmem-out-of-bounds",
+        ("tcgen05.mma writes lanes 0..127, columns ", "128 x 512"),
+    ),
+    "an accumulator beyond tensor memory": (
+        {"issue": marked("issue", MMA, MMA.replace("[%r40]", "[%r40+4096]"))},
+        "tmem-out-of-bounds",
+        ("tcgen05.mma writes lanes 0..127, columns 4", "128 x 512"),
+    ),
     "use after dealloc": (
         {"read": STAGES["free"] + f"\n{SYNC}\n{LOAD} //!", "free": ""},
         "tmem-not-allocated",
