@@ -45,9 +45,11 @@ It does NOT notice, and why:
   the ISA's default, and CUTLASS hands stages back to the other CTA with it. Written scopes are kept.
 - That a wait for a phase says nothing about the copies of earlier phases at the same mbarrier: phases complete in
   order.
-- Between lanes of one warp, races other than a read of what another lane wrote. Two generic writers of parts of one
-  4-byte granule of shared memory go unseen too: values are compared for whole granules (threads that write what another
-  one has written do not race, PTX ISA 8.7.2).
+- Between lanes of one warp, races other than a read of what another lane wrote.
+- Races in a 4-byte granule of shared memory of which a warp stores one or two bytes while nothing orders that after
+  another warp's access: each may own other bytes of it. From then on neither its readers nor its writers are checked,
+  until somebody stores a whole granule. Copies and the tensor core access whole granules, so they are checked. Threads
+  that write the value that is there do not race (PTX ISA 8.7.2).
 - That another lane's arrival or release gives back what a lane still reads, unless it was the last reader of a granule
   of shared memory (a mark holds one). In global memory readers are known by warp. What a lane has read before it ended
   counts as ordered, and a row of ldmatrix counts as read by the lane that gives its address.

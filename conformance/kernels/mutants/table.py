@@ -218,13 +218,16 @@ def _of_their_programs() -> list[str]:
 
 
 def _of_our_programs(found: Sequence[Outcome]) -> list[str]:
+    rows = Watch()
     return [
         "## Unchanged programs",
         "",
-        "From `results/unmutated.jsonl`, made by `nox -s mutants -- --unmutated 9000`. Findings are collected, and the "
-        "bits must equal those of the run in order.",
+        "Findings are collected, and the bits must equal those of the run in order. The calls that made "
+        "`results/unmutated.jsonl`:",
         "",
-        *told_of_rows(Watch()),
+        *(f"- `{one.command}`: {one.started}, `backends/vm` {one.machine}" for one in rows.calls),
+        "",
+        *told_of_rows(rows),
         "",
         *told_of_silicon(
             read_silicon(),
