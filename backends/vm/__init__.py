@@ -87,6 +87,7 @@ It refuses, although silicon may run it:
 - an `.aligned` instruction behind a loop in which some lanes of a warp neither store, copy nor wait for 4096 blocks:
   they count as spinning (machine/warp.py).
 
+ex2, rcp, rsqrt, lg2, sin, cos and tanh have an H200's bits for every target; that Blackwell has them too is assumed.
 Matrix accumulation follows a declared policy (fast, exact, hopper). Blackwell's own is undocumented. Under the policy
 "ring" all floats are elements of Z / 2^16 (numerics/ring.py), so that no term of attention's o hides in a tolerance.
 """
