@@ -25,6 +25,7 @@ from backends.vm.ptx.ast import (
     Variable,
     Vector,
 )
+from backends.vm.ptx.comments import COMMENT
 from backends.vm.ptx.tree import (
     MisreadError,
     RawAddress,
@@ -239,7 +240,6 @@ class Scopes:
 _SINK = Sink()
 _SELECTOR = re.compile(r"[bh][0-7]{1,4}")
 """Bytes or halves of a register, as video instructions spell them (PTX ISA 9.7.18)."""
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BRANCHES = frozenset(["bra", "brx"])
 
 
@@ -360,7 +360,7 @@ class FunctionBuilder:
     def _append(self, raw: RawInstruction | RawCall, parts: tuple[str, ...], operands: tuple[Operand, ...]) -> None:
         text = self._source[raw.start : raw.end]
         if "/" in text:
-            text = _COMMENT.sub(" ", text)
+            text = COMMENT.sub(" ", text)
         guard = self._guard(raw.guard) if raw.guard is not None else None
         self._instructions.append(Instruction(parts, operands, guard, raw.line, " ".join(text.split())))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import cache
 from importlib import resources
@@ -11,6 +10,7 @@ from lark import Lark, Token, UnexpectedCharacters, UnexpectedInput, UnexpectedT
 
 from backends.vm.ptx import plain
 from backends.vm.ptx.ast import Function, Module, Variable
+from backends.vm.ptx.comments import blanked
 from backends.vm.ptx.functions import FunctionBuilder, Scopes, check_unreserved, is_special
 from backends.vm.ptx.tree import MisreadError, PtxSyntaxError, RawFunction, RawModule, RawVariable
 from backends.vm.ptx.tree_builder import TreeBuilder
@@ -188,15 +188,12 @@ def _unexpected(error: UnexpectedInput, text: str, name: str) -> PtxSyntaxError:
     return PtxSyntaxError(f"{seen} where {_one_of(expected)} should{ends}", name, line, column)
 
 
-_BLOCK_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
-
-
 def _unended(text: str, line: int, column: int) -> int:
     """The line above with the end of an unfinished statement, if the place (from 1) begins a line of code; else 0."""
-    lines = _BLOCK_COMMENT.sub(lambda one: re.sub(".", " ", one[0]), text).split("\n")[:line]
+    lines = blanked(text).split("\n")[:line]
     if not lines or lines[-1][: column - 1].strip():
         return 0
-    return next((number for number in range(line - 1, 0, -1) if lines[number - 1].partition("//")[0].strip()), 0)
+    return next((number for number in range(line - 1, 0, -1) if lines[number - 1].strip()), 0)
 
 
 def _shown(seen: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from backends.vm.ptx.comments import COMMENT, blanked
 from megamoe.contract import AnyProgram, BufferArg, HostProgram, Launch, Program, ScalarArg, TensorMapArg
 
 SYNCHRONISATION = ("drop", "move", "weaken", "widen", "parity", "count", "bytes")
@@ -37,8 +38,6 @@ _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?")
 _FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})")
 _REGISTER = re.compile(r"%[\w$]+")
 _LABEL = re.compile(r"([$\w]+):\s*$")
-COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-"""A comment of PTX."""
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 
 
@@ -164,7 +163,7 @@ def program_id(ptx: str) -> str:
 
 def instructions(ptx: str) -> list[Instruction]:
     """The instructions of a text, in order."""
-    text = COMMENT.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), ptx)
+    text = blanked(ptx)
     entries = [
         (found.start(), found[1]) for found in re.finditer(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)", text)
     ]

@@ -26,8 +26,9 @@ from backends.vm.machine.machine import PEAKS, LaunchRequest, Machine
 from backends.vm.machine.scheduler import Schedule
 from backends.vm.memory.definedness import Origin
 from backends.vm.memory.global_memory import Buffer, Bytes
+from backends.vm.ptx.comments import blanked
 from backends.vm.ptx.parser import parse
-from conformance.kernels.mutants.mutant import COMMENT, Edit, Mutant
+from conformance.kernels.mutants.mutant import Edit, Mutant
 from megamoe.contract import HostProgram, Program
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
@@ -221,7 +222,7 @@ def entry_of(ptx: str, mutant: Mutant) -> str | None:
 @lru_cache(maxsize=4)
 def bodies(ptx: str) -> Mapping[str, tuple[int, int]]:
     """Returns the place of each kernel's body, between its braces."""
-    text = COMMENT.sub(lambda found: " " * len(found[0]), ptx)
+    text = blanked(ptx)
     braces = [(found.start(), 1 if found[0] == "{" else -1) for found in re.finditer(r"[{}]", text)]
     depths = list(accumulate(step for _, step in braces))
     found: dict[str, tuple[int, int]] = {}
