@@ -324,6 +324,14 @@ def built_program(backend: str, target: str, case: Case) -> Program | HostProgra
     return program if isinstance(program, (Program, HostProgram)) else None
 
 
+def built_of(specs: Mapping[str, Spec], name: str) -> Built | None:
+    """The program that a name (Subject.name) is about, on its case. None if its backend builds another by now."""
+    backend, target, case_id, text = name.split()
+    spec = specs[case_id.partition(":")[0]]
+    program = program_of(backend, target, case := spec.parse_case(case_id))
+    return Built(spec, case, program) if program is not None and program_id(program.ptx) == text else None
+
+
 def planned(plan: Plan, programs: Sequence[Subject]) -> list[tuple[Subject, Mutant]]:
     """The mutants of a plan in the order in which they run: program by program, drawn alike on every machine."""
     chosen: list[tuple[Subject, Mutant]] = []
@@ -622,13 +630,8 @@ class Record(Journal[Outcome]):
 
 def built_no_more(found: Iterable[Outcome]) -> list[str]:
     """Names of programs whose backend builds another text by now for the case of the name."""
-    specs, gone = load_specs(None), list[str]()
-    for name in dict.fromkeys(one.program for one in found):
-        backend, target, case_id, text = name.split()
-        program = program_of(backend, target, specs[case_id.partition(":")[0]].parse_case(case_id))
-        if program is None or program_id(program.ptx) != text:
-            gone.append(name)
-    return gone
+    specs = load_specs(None)
+    return [name for name in dict.fromkeys(one.program for one in found) if built_of(specs, name) is None]
 
 
 def run(

@@ -26,7 +26,7 @@ from backends.vm.executor import VmExecutor
 from backends.vm.machine.machine import LaunchRequest, Machine
 from backends.vm.memory.global_memory import Buffer
 from conformance.fakes.patient import patient
-from conformance.kernels.mutants.campaign import Built, Plan, Record, Subject, planned, program_of, subjects
+from conformance.kernels.mutants.campaign import Built, Plan, Record, Subject, built_of, planned, subjects
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
 from conformance.kernels.mutants.on_device import RUNS, lot
 from conformance.kernels.mutants.silicon import read
@@ -187,18 +187,18 @@ def of_record(record: Record) -> Iterator[tuple[Subject, Built, Mutant]]:
     specs = load_specs(None)
     known: dict[str, tuple[Subject, Mapping[str, Mutant]] | None] = {}
     for one in record.results:
-        backend, target, case_id, text = one.program.split()
+        backend, target, _, text = one.program.split()
         if target != TARGET:
             continue
         if one.program not in known:
-            built = built_of(specs, backend, case_id, text)
+            built = built_of(specs, one.program)
             known[one.program] = None
             if built is not None:
                 by_id = {each.id: each for each in mutants(built.program)}
                 known[one.program] = Subject(backend, target, built.case.op, [built]), by_id
         if (found := known[one.program]) is None or one.id not in found[1]:
             continue
-        built = built_of(specs, backend, one.case, text) if one.case else found[0].built[0]
+        built = built_of(specs, f"{backend} {target} {one.case} {text}") if one.case else found[0].built[0]
         if built is not None and built.size <= ELEMENTS:
             yield found[0], built, found[1][one.id]
 
@@ -212,17 +212,9 @@ def of_silicon(fate: str) -> Iterator[tuple[Subject, Built, Mutant]]:
             bases.setdefault(one.base, []).append(one.id)
     for base, ids in bases.items():
         backend, text, case_id = base.split()
-        if (built := built_of(specs, backend, case_id, text)) is not None:
+        if (built := built_of(specs, f"{backend} {TARGET} {case_id} {text}")) is not None:
             subject = Subject(backend, TARGET, built.case.op, [built])
             yield from ((subject, built, one) for one in mutants(built.program) if one.id in ids)
-
-
-def built_of(specs: Mapping[str, Any], backend: str, case_id: str, text: str) -> Built | None:
-    """Returns the program of a case, if it has this text."""
-    spec = specs[case_id.partition(":")[0]]
-    case = spec.parse_case(case_id)
-    program = program_of(backend, TARGET, case)
-    return Built(spec, case, program) if program is not None and program_id(program.ptx) == text else None
 
 
 def drawn_ones(synchronisation: int, others: int, seed: int) -> Iterator[tuple[Subject, Built, Mutant]]:

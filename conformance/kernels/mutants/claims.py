@@ -8,11 +8,13 @@ from functools import lru_cache
 
 import torch
 
-from conformance.kernels.mutants.campaign import Built, Outcome, collected, program_of
-from conformance.kernels.mutants.mutant import mutants, program_id
-from conformance.kernels.mutants.table import Reason, reason_of
-from megamoe.contract import HostProgram, Program, RunOptions
+from conformance.kernels.mutants.campaign import Outcome, Subject, built_of, collected
+from conformance.kernels.mutants.mutant import Mutant, mutants
+from conformance.kernels.mutants.table import Reason, survivors
+from megamoe.contract import RunOptions
 from megamoe.spec.load import load_specs
+
+SCHEDULE = "eager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,38 +36,34 @@ class Claim:
         return f"{change} {fate} of {program}"
 
 
-def claimed(survivors: Iterable[Outcome], known: Sequence[Reason]) -> list[Outcome]:
+def claimed(found: Iterable[Outcome], known: Sequence[Reason]) -> list[Outcome]:
     """The survivors that a reason says leave the same bits, those of one program together."""
-    found = [
-        one for one in survivors if not one.killed and (why := reason_of(one, known)) is not None and why.same_bits
-    ]
-    return sorted(found, key=lambda one: one.program)
+    said = [one for one, why in survivors(found, known) if why is not None and why.same_bits]
+    return sorted(said, key=lambda one: one.program)
 
 
 def held(claims: Iterable[Outcome]) -> Iterator[Claim]:
     """Runs each mutant on the case in the name of its program, in order, with findings collected."""
     for one in claims:
-        if (built := built_of(one.program)) is None:
+        if (subject := _subject_of(one.program)) is None:
             yield Claim(one, None)
             continue
-        (mutant,) = (each for each in mutants(built.program) if each.id == one.id)
-        yield Claim(one, tuple(changed(built, mutant.of(built.program))))
+        (mutant,) = (each for each in mutants(subject.built[0].program) if each.id == one.id)
+        yield Claim(one, tuple(changed(subject, mutant)))
 
 
-def changed(built: Built, program: Program | HostProgram) -> list[str]:
-    """Outputs of a case where `program` leaves other bits than the unchanged program."""
-    own, other = _outputs(built, built.program), _outputs(built, program)
+def changed(subject: Subject, mutant: Mutant) -> list[str]:
+    """Outputs of the subject's first case where a mutant leaves other bits than the unchanged program."""
+    built = subject.built[0]
+    own = subject.collection(built, SCHEDULE).ran.settled
+    other = collected(built, mutant.of(built.program), RunOptions(schedule=SCHEDULE)).ran.settled
     return [name for name in own if not torch.equal(own[name].view(torch.uint8), other[name].view(torch.uint8))]
 
 
 @lru_cache(maxsize=1)
-def built_of(name: str) -> Built | None:
-    """Builds a program on the case in its name (Subject.name); None if its backend builds another by now."""
-    backend, target, case_id, text = name.split()
-    spec = load_specs(None)[case_id.partition(":")[0]]
-    program = program_of(backend, target, case := spec.parse_case(case_id))
-    return Built(spec, case, program) if program is not None and program_id(program.ptx) == text else None
-
-
-def _outputs(built: Built, program: Program | HostProgram) -> dict[str, torch.Tensor]:
-    return dict(collected(built, program, RunOptions(schedule="eager")).ran.settled)
+def _subject_of(name: str) -> Subject | None:
+    """The program of a name on its case, kept while its claims run: it runs once for all of them."""
+    if (built := built_of(load_specs(None), name)) is None:
+        return None
+    backend, target, *_ = name.split()
+    return Subject(backend, target, built.case.op, [built])

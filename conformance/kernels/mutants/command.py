@@ -165,7 +165,7 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
         return _alone(options.id, options.text, plan, programs, schedules)
     todo, known = planned(plan, programs), reasons()
     if options.again or options.holes:
-        lived = survivors(record, known)
+        lived = survivors(record.results, known)
         wanted = {one.id for one, _ in lived} - (equivalent(lived) if options.holes else set[str]())
         todo = [pair for pair in todo if pair[1].id in wanted]
     if not todo:
@@ -184,7 +184,7 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
         unexplained += not outcome.killed and blamed(outcome, known)
         print(f"{at}/{len(todo)} {told_of(outcome, known)}", flush=True)
     left = sum(mutant.id not in (ran if again else record.by_id) for _, mutant in todo)
-    lived = survivors(record, known)
+    lived = survivors(record.results, known)
     killed, same = len(record.results) - len(lived), len(equivalent(lived))
     holes, excused = len(lived) - same, sum(not blamed(one, known) for one, _ in lived) - same
     unchanged = sum({id(one): one.spent for one, _ in todo}.values())
@@ -233,7 +233,7 @@ def _programs(selection: Selection) -> list[Subject]:
 
 def _search(record: Record, plan: Plan, programs: Sequence[Subject], effort: Effort) -> int:
     """For each survivor of `record` whose reason is a hole: finds a case that kills it, and prints the rows to add."""
-    lived = survivors(record, reasons())
+    lived = survivors(record.results, reasons())
     holes = {one.id for one, _ in lived} - equivalent(lived)
     if not holes:
         raise ValueError(f"{record.path} has no survivor that is a hole, so there is nothing to search for")
@@ -278,7 +278,9 @@ def _amended(record: Record, options: argparse.Namespace) -> int:
             print(f"{record.path}: without {name}, which is built no more")
     if options.smoke:
         wanted = {one.id for one in chosen(record, options)}
-        skipped = equivalent(survivors(record, reasons())) | {one.id for one in record.results if one.id not in wanted}
+        skipped = equivalent(survivors(record.results, reasons())) | {
+            one.id for one in record.results if one.id not in wanted
+        }
         for one in smoked(record, skipped, options.seconds, again=options.again):
             program = one.program.rpartition(" ")[0]
             print(f"{one.smoke or 'no row of smoke kills it'}: {program}, {one.id}", flush=True)

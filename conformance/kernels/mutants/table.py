@@ -15,6 +15,7 @@ from typing import Literal, TypeGuard
 
 from conformance import ROOT
 from conformance.kernels.mutants.campaign import DROPPED, SCHEDULES, Outcome, Record
+from conformance.kernels.mutants.journal import Ran
 from conformance.kernels.mutants.mutant import ID, KINDS, MEANINGS, SYNCHRONISATION
 from conformance.kernels.mutants.silicon import read as read_silicon
 from conformance.kernels.mutants.silicon import told as told_of_silicon
@@ -112,9 +113,9 @@ def reason_of(one: Outcome, known: Sequence[Reason]) -> Reason | None:
     return next((each for each in known if each.explains(one)), None)
 
 
-def survivors(record: Record, known: Sequence[Reason]) -> list[tuple[Outcome, Reason | None]]:
+def survivors(found: Iterable[Outcome], known: Sequence[Reason]) -> list[tuple[Outcome, Reason | None]]:
     """The mutants that no check killed, each with the reason that explains it."""
-    return [(one, reason_of(one, known)) for one in record.results if not one.killed]
+    return [(one, reason_of(one, known)) for one in found if not one.killed]
 
 
 def excuses(why: Reason | None) -> TypeGuard[Reason]:
@@ -133,8 +134,7 @@ def table(
     """Returns a record as Markdown. `ours`: includes the runs of the project's unchanged programs, and those on a
     device. `chosen`: the part of the record to tell of, if not all of it."""
     found = record.results if chosen is None else chosen
-    ids = {one.id for one in found}
-    told = [pair for pair in survivors(record, known) if pair[0].id in ids]
+    told = survivors(found, known)
     equal = equivalent(told)
     lines = [
         "# Mutants",
@@ -197,10 +197,7 @@ def table(
         "Each line has the options, the number of mutants that they draw (`--seconds` may leave some of them), the",
         "time, and the git tree of `backends/vm`. If a mutant was run again, its last outcome counts.",
         "",
-        *(
-            f"- `{one.command}`: {counted(one.planned, 'mutant')}, {one.started}, `backends/vm` {one.machine}"
-            for one in record.calls
-        ),
+        *_calls(record.calls, "mutant"),
     ]
     return "\n".join(lines) + "\n"
 
@@ -225,7 +222,7 @@ def _of_our_programs(found: Sequence[Outcome]) -> list[str]:
         "Findings are collected, and the bits must equal those of the run in order. The calls that made "
         "`results/unmutated.jsonl`:",
         "",
-        *(f"- `{one.command}`: {one.started}, `backends/vm` {one.machine}" for one in rows.calls),
+        *_calls(rows.calls, "row"),
         "",
         *told_of_rows(rows),
         "",
@@ -235,6 +232,14 @@ def _of_our_programs(found: Sequence[Outcome]) -> list[str]:
             {one.id for one in found if not one.killed},
             {one.id.partition("/")[0] for one in found},
         ),
+    ]
+
+
+def _calls(calls: Iterable[Ran], planned: str) -> list[str]:
+    """A line for each call; `planned`: the noun for what it runs."""
+    return [
+        f"- `{one.command}`: {counted(one.planned, planned)}, {one.started}, `backends/vm` {one.machine}"
+        for one in calls
     ]
 
 

@@ -32,7 +32,7 @@ from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunt
 from conformance.kernels.mutants.smoke import check_of, smoked
 from conformance.kernels.mutants.table import Reason, reason_of, reasons
 from conformance.kernels.mutants.unmutated import Watch, told, watch, watched
-from megamoe.contract import Program, RunOptions, TensorMapArg
+from megamoe.contract import HostProgram, Program, RunOptions, TensorMapArg
 from megamoe.records.shards import Nth
 from megamoe.spec.marked_yaml import parse_marked_yaml
 from megamoe.spec.selection import Selection
@@ -55,6 +55,10 @@ SELECTION = Selection(
 def program() -> Subject:
     (found,) = subjects(SELECTION)
     return found
+
+
+def _without_a_wait(program: Program | HostProgram) -> Mutant:
+    return next(one for one in mutants(program) if one.kind == "drop" and "try_wait" in one.before)
 
 
 def test_a_sample_of_the_tool(program: Subject, tmp_path: Path) -> None:
@@ -166,7 +170,7 @@ def test_a_run_whose_findings_are_collected_ends_with_the_first_new_one(program:
 
 def test_a_program_that_fails_by_itself_is_refused(program: Subject) -> None:
     whole = program.built[0]
-    wait = next(one for one in mutants(whole.program) if one.kind == "drop" and "try_wait" in one.before)
+    wait = _without_a_wait(whole.program)
     broken = replace(whole, program=wait.of(whole.program))
     with pytest.raises(ValueError, match="itself does not pass"):
         Subject("ptx", "sm_90a", "fmha", [broken]).baseline(broken, "eager")
@@ -223,7 +227,7 @@ def test_a_program_that_is_built_no_more_is_forgotten(program: Subject, tmp_path
 
 def test_smoke_is_asked_about_what_another_row_killed(program: Subject, tmp_path: Path) -> None:
     """A row of smoke kills a dropped wait. No row kills an unchanged program, or one that smoke does not build."""
-    wait = next(one for one in mutants(program.built[0].program) if one.kind == "drop" and "try_wait" in one.before)
+    wait = _without_a_wait(program.built[0].program)
     none = next(one for one in mutants(program.built[0].program) if one.kind == "rounding")
     record = Record(tmp_path / "mutants.jsonl")
     killed = Outcome(wait.id, program.name, "drop", 1, "", "", "rule:race", "fmha:hd=64,t=4,s_k=300", "lazy")
@@ -243,7 +247,7 @@ def test_what_is_watched_has_no_error_and_a_planted_one_is_told(program: Subject
     whole = program.built[0]
     clean = watched("ptx", "sm_90a", whole, range(2))
     assert (clean.rows, clean.errors) == (2, ()), f"a program as it is: {clean}"
-    wait = next(one for one in mutants(whole.program) if one.kind == "drop" and "try_wait" in one.before)
+    wait = _without_a_wait(whole.program)
     broken = watched("ptx", "sm_90a", replace(whole, program=wait.of(whole.program)), range(2))
     assert broken.errors, f"without {wait.before} nothing is told"
     record = Watch(tmp_path / "unmutated.jsonl")
@@ -275,7 +279,7 @@ def test_the_rows_of_programs_as_they_are_have_no_error() -> None:
 def test_one_mutant_that_lives_ends_with_status_1(program: Subject, capsys: pytest.CaptureFixture[str]) -> None:
     first = program.built[0]
     selected = ["--case", first.case.id, "--backend", "ptx", "--target", "sm_90a"]
-    wait = next(one for one in mutants(first.program) if one.kind == "drop" and "try_wait" in one.before)
+    wait = _without_a_wait(first.program)
     assert main(["--id", wait.id, *selected, "--schedule", "eager"]) == 0
     assert f": ptx sm_90a {first.case.id}, {wait.id} `" in (told := capsys.readouterr().out), told
     with pytest.MonkeyPatch.context() as patch:

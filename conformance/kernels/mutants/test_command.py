@@ -238,10 +238,10 @@ def test_a_backend_that_builds_nothing_is_told_so(tmp_path: Path, capsys: pytest
 def test_the_table_is_that_of_the_record_and_survivors_and_reasons_have_each_other(tmp_path: Path) -> None:
     """A reason may also be about survivors of the whole campaign."""
     known, record = reasons(), Record(RECORD)
-    explained = dict(survivors(record, known))
+    explained = dict(survivors(record.results, known))
     lacking = [one.id for one, why in explained.items() if why is None]
     assert not lacking, f"survivors.yaml says nothing about {lacking}"
-    used = {*explained.values(), *(why for _, why in survivors(whole_record(tmp_path), known))}
+    used = {*explained.values(), *(why for _, why in survivors(whole_record(tmp_path).results, known))}
     stale = [one.why for one in known if one not in used]
     assert not stale, f"no survivor of a record needs these entries of survivors.yaml: {stale}"
     assert TABLE.read_text("utf-8") == table(record, known), "out of date; run: nox -s mutants -- --table"

@@ -16,8 +16,8 @@ from backends.cutedsl.sm90_fmha.plan import LONE_KEYS, SHORT_KEYS, split_count
 from backends.vm.machine.cta import Cta
 from conformance.kernels.mutants import command
 from conformance.kernels.mutants.__main__ import main
-from conformance.kernels.mutants.campaign import Built, Outcome, Record, collected, program_of
-from conformance.kernels.mutants.claims import built_of, changed, claimed, held
+from conformance.kernels.mutants.campaign import Built, Outcome, Record, Subject, built_of, collected, program_of
+from conformance.kernels.mutants.claims import changed, claimed, held
 from conformance.kernels.mutants.mutant import instructions, mutants
 from conformance.kernels.mutants.table import RECORD, Reason, reasons, survivors, whole_record
 from megamoe.contract import RunOptions
@@ -37,9 +37,14 @@ def test_what_is_said_to_leave_the_same_bits_leaves_them(one: Outcome) -> None:
 
 def test_a_word_whose_bit_0_is_kept_was_moved_left(tmp_path: Path) -> None:
     """A reason of survivors.yaml: a mask with bit 0 for one without. The instruction before it clears that bit."""
-    kept = [one for one, why in survivors(whole_record(tmp_path), reasons()) if why and why.why.startswith(MOVED_LEFT)]
+    kept = [
+        one
+        for one, why in survivors(whole_record(tmp_path).results, reasons())
+        if why and why.why.startswith(MOVED_LEFT)
+    ]
+    specs = load_specs(None)
     for one in kept:
-        if (built := built_of(one.program)) is None:
+        if (built := built_of(specs, one.program)) is None:
             continue
         register, before = re.escape(one.before.split()[1]), built.program.ptx.splitlines()[one.line - 2]
         moved = re.fullmatch(rf"\s*shl\.b32 {register} %\w+, [1-9]\d*;", before)
@@ -61,7 +66,7 @@ def test_mutants_that_the_record_lacks_leave_the_same_bits(case_id: str) -> None
     assert program is not None, f"ptx has no program of {case_id}"
     kind, text, which = SEEN_BY_CHANCE[case_id]
     mutant = [one for one in mutants(program) if (one.kind, one.before) == (kind, text)][which]
-    found = changed(Built(spec, case, program), mutant.of(program))
+    found = changed(Subject("ptx", "sm_90a", "fmha", [Built(spec, case, program)]), mutant)
     assert not found, f"{mutant.id} `{text}` changes {found} of {case_id}"
 
 
@@ -70,7 +75,8 @@ def test_a_wrong_argument_is_seen(
 ) -> None:
     """A planted fault: a mutant that a metric killed, with a reason that says it leaves the same bits."""
     killed = [one for one in Record(RECORD).results if one.check.startswith("metric:") and one.schedule == "eager"]
-    one = next(one for one in killed if one.case in one.program and built_of(one.program) is not None)
+    specs = load_specs(None)
+    one = next(one for one in killed if one.case in one.program and built_of(specs, one.program) is not None)
     with closing(Record(tmp_path / "mine.jsonl")) as record:
         record.append(replace(one, check="", case="", schedule="", sentence=""))
     monkeypatch.setattr(f"{command.__name__}.reasons", lambda: [Reason("equivalent", "it is said", same_bits=True)])
