@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
@@ -28,6 +29,8 @@ NOT_ASKED = {
     "call{.uni}": "Direct calls run in random programs, and only hashes of those are kept.",
 }
 """Why a form that ptxas takes for sm_90a has no witness on hardware, keyed by the beginning of its spelling."""
+
+_MOST_LISTED = 1500
 
 ISA_EDITION = "9.1"
 """The edition of the PTX ISA that the section numbers of the forms refer to."""
@@ -121,8 +124,17 @@ def as_markdown() -> str:
     for measured in hardware().values():
         for file, opcodes in measured.items():
             files.setdefault(file, []).extend(opcodes)
-    lines += [f"| {file} | {', '.join(f'`{one}`' for one in sorted(files[file]))} |" for file in sorted(files)]
+    lines += [f"| {file} | {_listed(files[file])} |" for file in sorted(files)]
     return "\n".join(lines) + "\n"
+
+
+def _listed(opcodes: Sequence[str]) -> str:
+    """The opcodes, or how many there are of each first word where a page of them would hide the other files."""
+    if len(opcodes) <= _MOST_LISTED:
+        return ", ".join(f"`{one}`" for one in sorted(opcodes))
+    counts = Counter(one.partition(".")[0] for one in opcodes)
+    words = ", ".join(f"`{word}` {count}" for word, count in sorted(counts.items()))
+    return f"{len(opcodes)} opcodes, which {MEASURED.name} lists: {words}"
 
 
 def main(arguments: Sequence[str]) -> int:

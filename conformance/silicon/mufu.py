@@ -1,23 +1,38 @@
 """The machine's approximate functions against an H200's: hashes of every output of every unary function.
 
-`python -m conformance.silicon.mufu [STEP]` checks every STEP-th block (1: all of 19 x 2^32 outputs and 12 x 2^28
-quotients, some 15 minutes). A block is 2^22 outputs; its hash is the sum of out[j] (2 j + 1) modulo 2^64. The hashes
+`python -m conformance.silicon.mufu RECORD` computes all of 19 x 2^32 outputs and 12 x 2^28 quotients, in some 15
+minutes of one core (`--jobs`), and writes what it found; `--step 1024` takes every 1024th block. `--device` asks the
+GPU of this host again, too. A block is 2^22 outputs; its hash is the sum of out[j] (2 j + 1) modulo 2^64. The hashes
 come from an H200 (driver 580.159.04, CUDA 13.0) that ran each instruction on all its operands on 2026-11-21.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import ast
+import hashlib
+import json
+import platform
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
 from functools import partial
+from inspect import getsource
+from multiprocessing import get_context
+from pathlib import Path
 
+import llvmlite
 import numpy as np
 
 from backends.vm.numerics import approx, mufu
 from backends.vm.numerics.compiled import compiled
 from backends.vm.numerics.mufu import Words
-from conformance import SILICON
+from conformance import ROOT, SILICON
+from conformance.silicon import mufu_on_device
 
+RECORD = ROOT / "results" / "records" / "h200-mufu.json"
 BLOCK = 1 << 22
 HASHES = np.load(SILICON / "numerics" / "mufu_hashes.npz")
 # Computing and summing in pieces that fit a core's cache is three times faster than a whole block at once.
@@ -90,9 +105,80 @@ def _hashes(functions: Mapping[str, Callable[..., Words]], block: int) -> dict[s
     return {name: total % (1 << 64) for name, total in totals.items()}
 
 
-if __name__ == "__main__":
-    step = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+def model() -> str:
+    """SHA-256 of the code of approx.py and mufu.py, without comments and layout, and of mufu's tables."""
+    digest = hashlib.sha256()
+    for module in (approx, mufu):
+        digest.update(ast.dump(ast.parse(getsource(module))).encode())
+    digest.update(Path(mufu.__file__).with_name("mufu_tables.npz").read_bytes())
+    return digest.hexdigest()
+
+
+def _parts(step: int, size: int = 16) -> list[tuple[list[str], range]]:
+    """Names and blocks, in parts of similar work; divisions that share operands stay together."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in HASHES.files:
+        shared = operands_of(name)
+        groups[shared, name if shared == "unary" else ""].append(name)
+    return [
+        (names, range(at, min(at + size * step, len(HASHES[names[0]])), step))
+        for names in groups.values()
+        for at in range(0, len(HASHES[names[0]]), size * step)
+    ]
+
+
+def _of_part(part: tuple[list[str], range]) -> list[tuple[str, int]]:
     with np.errstate(all="ignore"):
-        for name in HASHES.files:
-            blocks = range(0, len(HASHES[name]), step)
-            print(f"{name}: {len(differing([name], blocks))} of {len(blocks)} blocks differ", flush=True)
+        return differing(*part)
+
+
+def checked(jobs: int, step: int) -> dict[str, list[int]]:
+    """The blocks of each function, of every `step`-th one, in which the machine differs from the hashes."""
+    found: dict[str, list[int]] = {name: [] for name in HASHES.files}
+    with ProcessPoolExecutor(jobs, get_context("forkserver")) as pool:
+        for some in pool.map(_of_part, _parts(step)):
+            for name, block in some:
+                found[name].append(block)
+    return found
+
+
+def record(jobs: int, step: int, *, device: bool) -> dict[str, object]:
+    """What results/records/h200-mufu.json holds: see results/records/README.md."""
+    begun = time.monotonic()
+    again = mufu_on_device.asked_again(HASHES) if device else {}
+    asked_s = time.monotonic() - begun
+    found = checked(jobs, step)
+    functions = {
+        name: {
+            "outputs": len(range(0, len(HASHES[name]), step)) * BLOCK,
+            "blocks_that_differ": found[name],
+            **({"blocks_that_differ_on_the_device": again[name]} if name in again else {}),
+        }
+        for name in HASHES.files
+    }
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": model(),
+        "host": {"cpu": platform.processor() or platform.machine(), "jobs": jobs, "python": platform.python_version(),
+                 "numpy": np.__version__, "llvmlite": llvmlite.__version__},
+        "device": mufu_on_device.device_name() if device else None,
+        "seconds": {"device": round(asked_s, 1), "machine": round(time.monotonic() - begun - asked_s, 1)},
+        "functions": functions,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Runs the command line; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--step", type=int, default=1)
+    parser.add_argument("--device", action="store_true")
+    given = parser.parse_args()
+    made = record(given.jobs, given.step, device=given.device)
+    given.record.write_text(json.dumps(made, indent=1) + "\n")
+    print(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main()

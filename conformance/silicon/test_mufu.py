@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
 
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
 from backends.vm.numerics import approx, mufu
 from backends.vm.numerics.compiled import compiled
-from conformance.silicon.mufu import HASHES, differing, operands_of
+from conformance import ROOT
+from conformance.silicon import mufu_on_device
+from conformance.silicon.mufu import HASHES, RECORD, differing, function_of, model, operands_of, pairs, record
 
 UNIT = (mufu.rcp, mufu.rsq, mufu.sqrt, mufu.ex2, mufu.lg2, mufu.sin, mufu.cos, mufu.tanh, mufu.rcp64h, mufu.rsq64h)
 # A few blocks everywhere, and more where results vary: operands from 2^-9 to 2^8 of either sign.
@@ -88,3 +94,67 @@ def test_operands_of_unlike_shapes_are_refused() -> None:
     """The loop runs over raw memory: it would read a shorter operand beyond its end."""
     with pytest.raises(ValueError, match=r"unlike shapes: \(32,\), \(1,\)"):
         approx.div_full(np.ones(32, np.float32), np.ones(1, np.float32))
+
+
+@pytest.mark.parametrize("name", [name for name in HASHES.files if name not in mufu_on_device.NOT_ASKED])
+def test_the_kernel_that_asks_a_gpu_computes_these_hashes(name: str) -> None:
+    """Two CTAs of 2048 outputs on the machine, against NumPy."""
+    count, found, machine = 2048, np.zeros(2, np.uint64), Machine()
+    params = [struct.pack("<Q", machine.memory.add("hashes", found.view(np.uint8)).base), struct.pack("<I", count)]
+    entry = load(mufu_on_device.kernel(name)).entry(name)
+    machine.launch(entry, (2, 1, 1), (mufu_on_device.THREADS, 1, 1), params)
+    weights = 2 * np.arange(count, dtype=np.uint64) + np.uint64(1)
+    for block in range(2):
+        first = block * count
+        words = (np.arange(first, first + count, dtype=np.uint32),)
+        if name.startswith("div"):
+            words = tuple(one[:count] for one in pairs(first, int(name[-1])))
+        wanted = int(np.dot(function_of(name)(*words).astype(np.uint64), weights))
+        assert int(found[block]) == wanted, f"{name}: block {block}"
+
+
+def test_a_record_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block of each function, with a false hash of one."""
+    held = {name: HASHES[name].copy() for name in ("ex2_ftz", "div_full_1")}
+    held["ex2_ftz"][0] ^= 1
+    monkeypatch.setattr("conformance.silicon.mufu.HASHES", _Held(held))
+    monkeypatch.setattr("conformance.silicon.mufu.ProcessPoolExecutor", _Here)
+    functions = record(1, 1024, device=False)["functions"]
+    assert functions == {
+        "ex2_ftz": {"outputs": 1 << 22, "blocks_that_differ": [0]},
+        "div_full_1": {"outputs": 1 << 22, "blocks_that_differ": []},
+    }
+
+
+class _Held(dict[str, np.ndarray]):
+    @property
+    def files(self) -> list[str]:
+        return list(self)
+
+
+class _Here:
+    """Runs the parts in this process."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __enter__(self) -> _Here:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def map(self, function: Callable[[object], object], parts: Iterable[object]) -> Iterator[object]:
+        return map(function, parts)
+
+
+@pytest.mark.skipif(not RECORD.exists(), reason="no full run is recorded")
+def test_the_recorded_full_run_is_of_this_model_and_finds_nothing() -> None:
+    held = json.loads(RECORD.read_text("utf-8"))
+    assert held["model"] == model(), (
+        "approx.py, mufu.py or its tables changed: run python -m conformance.silicon.mufu "
+        f"{RECORD.relative_to(ROOT)} --jobs N, some 15 minutes of one core"
+    )
+    assert set(held["functions"]) == set(HASHES.files)
+    for name, one in held["functions"].items():
+        assert one["outputs"] == len(HASHES[name]) << 22, f"{name}: not all outputs"
+        for key in ("blocks_that_differ", "blocks_that_differ_on_the_device"):
+            assert not one.get(key), f"{name}: {key}: {one[key]}"

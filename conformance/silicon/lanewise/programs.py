@@ -1,32 +1,21 @@
-"""Programs for lane-wise spellings: each kernel applies one instruction to its operands, with one thread for each
-value.
+"""Programs for lane-wise spellings: each kernel applies instructions to its operands, with one thread for each value.
 
-`python -m conformance.silicon.lanewise.programs` draws spellings of every lane-wise form, and adds those that are new
-and that ptxas takes for sm_90a to programs.json. They need answers: see conformance/silicon/README.md.
+every.py has a program for each spelling. programs.json keeps 1,010 of an earlier draw, whose answers are kept in full.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import struct
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from math import prod
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.ptx.assembler import find_ptxas
-from backends.vm.bind.forms import Form, all_forms
-from backends.vm.coverage import family_of
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from conformance import SILICON
@@ -43,18 +32,21 @@ WIDTH: Final[Mapping[str, int]] = {
     **dict.fromkeys(("s64", "u64", "b64", "f64", "f32x2", "few64"), 64),
 }
 """Bits of each type, and of each kind of operand with its own range."""
-# Bits, exponent bits, mantissa bits, bias.
-_FLOATS: Final = {"f16": (16, 5, 10, 15), "bf16": (16, 8, 7, 127), "f32": (32, 8, 23, 127), "f64": (64, 11, 52, 1023)}
-_PAIRS: Final = {"f16x2": ("f16", 16), "bf16x2": ("bf16", 16), "f32x2": ("f32", 32)}
+FLOATS: Final = {"f16": (16, 5, 10, 15), "bf16": (16, 8, 7, 127), "f32": (32, 8, 23, 127), "f64": (64, 11, 52, 1023)}
+"""Bits, exponent bits, mantissa bits and bias of each type."""
+PAIRS: Final = {
+    "f16x2": ("f16", 16), "bf16x2": ("bf16", 16), "f32x2": ("f32", 32), "u16x2": ("u16", 16), "s16x2": ("s16", 16),
+}  # fmt: skip
+"""The type of each half, and the bits of the lower one."""
 
 
-def operand(kind: str, opcode: str, place: int) -> Words:
-    """Returns the operand of `kind` at `place` of the program `opcode`."""
-    draw = np.random.default_rng([11, crc32(opcode.encode()), place])
-    if kind in _PAIRS:
-        half, shift = _PAIRS[kind]
+def operand(kind: str, seed: str, place: int) -> Words:
+    """uint64 [COUNT]: the operand of `kind` at `place`, drawn for `seed`; for programs.json that is the opcode."""
+    draw = np.random.default_rng([11, crc32(seed.encode()), place])
+    if kind in PAIRS and PAIRS[kind][0] in FLOATS:
+        half, shift = PAIRS[kind]
         return _floats(half, draw) | _floats(half, draw) << np.uint64(shift)
-    if kind in _FLOATS:
+    if kind in FLOATS:
         return _floats(kind, draw)
     return _RANGES[kind](draw) if kind in _RANGES else _integers(WIDTH[kind], draw)
 
@@ -63,16 +55,37 @@ def _bits(draw: np.random.Generator) -> Words:
     return draw.integers(0, 1 << 64, COUNT, dtype=np.uint64)
 
 
+def specials(kind: str) -> list[int]:
+    """Values of `kind` at which instructions change their ways; none for a kind of small range."""
+    if kind in PAIRS:
+        half, shift = PAIRS[kind]
+        halves = specials(half)
+        # 5 and the number of values have no common divisor, so each half takes each of them.
+        return [low | halves[(5 * at + 3) % len(halves)] << shift for at, low in enumerate(halves)]
+    if kind in FLOATS:
+        bits, exponent_bits, mantissa_bits, bias = FLOATS[kind]
+        one, all_ones = 1 << mantissa_bits, (1 << exponent_bits) - 1
+        infinity, largest = all_ones * one, (all_ones - 1) * one | (one - 1)
+        magnitudes = (0, 1, one - 1, one, bias * one, (bias + 1) * one, (bias - 1) * one, (bias + 14) * one, largest)
+        nans = (infinity | 1, infinity | one >> 1, infinity | (one - 1))
+        return [m | sign for m in (*magnitudes, infinity, *nans) for sign in (0, 1 << (bits - 1))]
+    if kind == "amount":
+        return [0, 1, 7, 8, 15, 16, 31, 32, 33, 63, 64, 65, 127, 255]
+    return [] if kind in _RANGES else _edges(WIDTH[kind])
+
+
+def _edges(bits: int) -> list[int]:
+    top = 1 << (bits - 1)
+    return [0, 1, 2, top - 1, top, top + 1, 2 * top - 1]
+
+
 def _floats(kind: str, draw: np.random.Generator) -> Words:
-    bits, exponent_bits, mantissa_bits, bias = _FLOATS[kind]
-    one, top, all_ones = 1 << mantissa_bits, 1 << (bits - 1), (1 << exponent_bits) - 1
+    bits, _, mantissa_bits, bias = FLOATS[kind]
+    one, top = 1 << mantissa_bits, 1 << (bits - 1)
     random = _bits(draw) & np.uint64((1 << bits) - 1)
     mantissa = random & np.uint64(one - 1 | top)
     near_one = mantissa | (draw.integers(bias - 6, bias + 7, COUNT).astype(np.uint64) << np.uint64(mantissa_bits))
-    infinity, largest = all_ones * one, (all_ones - 1) * one | (one - 1)
-    magnitudes = (0, 1, one - 1, one, bias * one, (bias + 1) * one, (bias - 1) * one, (bias + 14) * one, largest)
-    nans = (infinity | 1, infinity | one >> 1, infinity | (one - 1))
-    special = draw.choice(np.array([m | s for m in (*magnitudes, infinity, *nans) for s in (0, top)], np.uint64), COUNT)
+    special = draw.choice(np.array(specials(kind), np.uint64), COUNT)
     halves = np.round(draw.normal(0, 300, COUNT) * 2) / 2
     small = {
         "f16": lambda: halves.astype(np.float16).view(np.uint16),
@@ -88,8 +101,7 @@ def _integers(bits: int, draw: np.random.Generator) -> Words:
     mask = np.uint64((1 << bits) - 1)
     random = _bits(draw) & mask
     small = random >> draw.integers(0, bits, COUNT).astype(np.uint64)
-    top = 1 << (bits - 1)
-    edges = draw.choice(np.array([0, 1, 2, top - 1, top, top + 1, 2 * top - 1], np.uint64), COUNT)
+    edges = draw.choice(np.array(_edges(bits), np.uint64), COUNT)
     pick = draw.integers(0, 8, COUNT)
     return np.select([pick < 3, pick < 5, pick < 7], [random, small, ~small & mask], edges)
 
@@ -120,14 +132,9 @@ _RANGES: Final[Mapping[str, Callable[[np.random.Generator], Words]]] = {
 
 FILE: Final = SILICON / "lanewise" / "programs.json"
 HEAD: Final = ".version 8.6\n.target sm_90a\n.address_size 64\n"
-SPELLINGS_A_FORM: Final = 16
-VIDEO_SPELLINGS: Final = 4
-"""Fewer, because these instructions take the machine ten times as long as others."""
 BLOCK: Final = 128
-_FAMILIES: Final = (
-    "integer", "float32", "float64_ops", "half_ops", "compare", "convert_ops", "move", "warp_ops", "carry", "video",
-)  # fmt: skip
-_SOURCES: Final = "abce"
+SOURCES: Final = "abce"
+"""The letters of a program's operands."""
 _BOOLEANS: Final = ("and", "or", "xor")
 _CARRIES: Final = ("addc", "subc", "madc")
 _WIDER: Final = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
@@ -167,38 +174,55 @@ def operands(program: Program) -> list[Words]:
 
 def vm_answers(program: Program) -> Words:
     """uint64 [COUNT]: the machine's results."""
-    machine, result = Machine(), np.zeros(COUNT, np.uint64)
-    arrays = [*operands(program), result]
+    return answered([program], kernel(program), operands(program), COUNT)[0]
+
+
+def answered(programs: Sequence[Program], text: str, sources: Sequence[Words], count: int) -> Words:
+    """uint64 [programs, count]: the machine's results of the kernel `text`, which has the programs' results in turn."""
+    machine, results = Machine(), np.zeros((len(programs), count), np.uint64)
     params = [
-        struct.pack("<Q", machine.memory.add(f"v{place}", array.view(np.uint8)).base)
-        for place, array in enumerate(arrays)
+        struct.pack("<Q", machine.memory.add(f"v{place}", array.reshape(-1).view(np.uint8)).base)
+        for place, array in enumerate([*sources, results])
     ]
-    machine.launch(load(HEAD + kernel(program)).entry(program.entry), (COUNT // BLOCK, 1, 1), (BLOCK, 1, 1), params)
-    return result
+    machine.launch(load(HEAD + text).entry(programs[0].entry), (count // BLOCK, 1, 1), (BLOCK, 1, 1), params)
+    return results
 
 
 def kernel(program: Program) -> str:
-    """The PTX entry; its parameters are the addresses of the operands and of the result."""
-    names = _SOURCES[: len(program.sources)]
+    """The PTX entry of one program; its parameters are the addresses of the operands and of the result."""
+    return bundled([program], 0)
+
+
+def bundled(programs: Sequence[Program], count: int) -> str:
+    """The PTX entry, named after the first, of programs with the same sources: `count` results of each in turn."""
+    first = programs[0]
+    names = SOURCES[: len(first.sources)]
     lines = [
-        f".visible .entry {program.entry}({', '.join(f'.param .u64 p{name}' for name in [*names, 'd'])})",
+        f".visible .entry {first.entry}({', '.join(f'.param .u64 p{name}' for name in [*names, 'd'])})",
         "{",
-        ".reg .b64 %p, %i, %wa, %wb, %wc, %we, %wd, %w2; .reg .b32 %t, %x, %y; .reg .pred %q, %q2, %q3;",
-        f".reg .{_register(program.destination)} %d;",
-        *(f".reg .{_register(kind)} %{name};" for name, kind in zip(names, program.sources, strict=True)),
+        ".reg .b64 %p, %i, %o, %wa, %wb, %wc, %we, %wd, %w2; .reg .b32 %t, %x, %y; .reg .pred %q, %q2, %q3;",
+        *(f".reg .{register_of(kind)} %{name};" for name, kind in zip(names, first.sources, strict=True)),
         "mov.u32 %t, %tid.x; mov.u32 %x, %ctaid.x; mov.u32 %y, %ntid.x; mad.lo.u32 %t, %x, %y, %t;",
         "mul.wide.u32 %i, %t, 8; mul.lo.u32 %x, %t, 0x9E3779B1; shr.u32 %x, %x, 13;",
-        "and.b32 %y, %x, 1; setp.ne.u32 %q, %y, 0; and.b32 %y, %x, 6; setp.eq.u32 %q3, %y, 6; mov.pred %q2, %q3;",
+        "and.b32 %y, %x, 1; setp.ne.u32 %q, %y, 0; and.b32 %y, %x, 6; setp.eq.u32 %q3, %y, 6;",
     ]
-    for name, kind in zip(names, program.sources, strict=True):
+    for name, kind in zip(names, first.sources, strict=True):
         lines += [f"ld.param.u64 %p, [p{name}]; add.u64 %p, %p, %i; ld.global.b64 %w{name}, [%p];", _cut(name, kind)]
-    lines += [program.text, _widened(program.destination)]
-    if "|%q2" in program.text:
-        lines.append("selp.b64 %w2, 0x8000000000000000, 0, %q2; xor.b64 %wd, %wd, %w2;")
-    return "\n".join([*lines, "ld.param.u64 %p, [pd]; add.u64 %p, %p, %i; st.global.b64 [%p], %wd; ret;", "}"])
+    lines.append("ld.param.u64 %o, [pd]; add.u64 %o, %o, %i;")
+    for place, program in enumerate(programs):
+        lines += [
+            f"{{ .reg .{register_of(program.destination)} %d; mov.pred %q2, %q3;",
+            program.text,
+            _widened(program.destination),
+        ]
+        if "|%q2" in program.text:
+            lines.append("selp.b64 %w2, 0x8000000000000000, 0, %q2; xor.b64 %wd, %wd, %w2;")
+        lines.append(f"st.global.b64 [%o+{8 * count * place}], %wd; }}")
+    return "\n".join([*lines, "ret;", "}"])
 
 
-def _register(kind: str) -> str:
+def register_of(kind: str) -> str:
+    """The type of a register that holds `kind`, a type or "pred"."""
     return "pred" if kind == "pred" else f"b{max(WIDTH[kind], 16)}"
 
 
@@ -337,31 +361,6 @@ def _exchanged(parts: Sequence[str], draw: random.Random) -> tuple[str, list[str
     return "b32", [last], "%d, %a, -1"
 
 
-def drawn() -> Iterator[Program]:
-    """Up to SPELLINGS_A_FORM spellings of each form, the same ones in every run; then matrices."""
-    yield from matrix_programs()
-    seen: set[str] = set()
-    for form in all_forms():
-        if family_of(form) not in _FAMILIES:
-            continue
-        draw = random.Random(form.spelling)
-        for parts in _spellings(form, draw)[: VIDEO_SPELLINGS if family_of(form) == "video" else None]:
-            program = program_of(parts, draw)
-            if program is not None and program.opcode not in seen:
-                seen.add(program.opcode)
-                yield program
-
-
-def _spellings(form: Form, draw: random.Random) -> list[list[str]]:
-    choices = [sorted(slot.choices) + ([""] if slot.optional else []) for slot in form.slots]
-    if prod(map(len, choices)) <= 1 << 16:
-        every = list(itertools.product(*choices))
-        picked = draw.sample(every, min(len(every), SPELLINGS_A_FORM))
-    else:
-        picked = [tuple(draw.choice(words) for words in choices) for _ in range(SPELLINGS_A_FORM)]
-    return [[word for word in words if word] for words in picked]
-
-
 # Products of one warp's matrices: the operands fill their registers, and D is folded into one word.
 
 
@@ -435,28 +434,3 @@ def matrix_programs() -> Iterator[Program]:
             yield _quarter_matrices(
                 f"mma.sync.aligned.m8n8k4.{layouts}.{d}.f16.f16.{c}", 4 if d == "f16" else 8, 4 if c == "f16" else 8
             )
-
-
-def ptxas_takes(program: Program) -> bool:
-    """Whether ptxas assembles the program for sm_90a."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "k.ptx")
-        file.write_text(HEAD + kernel(program))
-        command = [str(find_ptxas()), "-arch=sm_90a", "-o", "/dev/null", str(file)]
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-def main() -> None:
-    """Adds the new programs that ptxas takes to the kept ones."""
-    held = {program.opcode: program for program in kept()}
-    candidates = [program for program in drawn() if program.opcode not in held]
-    with ThreadPoolExecutor(2) as pool:
-        taken = list(pool.map(ptxas_takes, candidates))
-    new = [program for program, takes in zip(candidates, taken, strict=True) if takes]
-    programs = sorted((*held.values(), *new), key=lambda program: program.opcode)
-    FILE.write_text("[\n" + ",\n".join(json.dumps(asdict(program)) for program in programs) + "\n]\n", "utf-8")
-    print(f"{len(candidates)} new spellings drawn, {len(new)} taken by ptxas for sm_90a: {FILE}")
-
-
-if __name__ == "__main__":
-    main()
