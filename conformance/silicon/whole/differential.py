@@ -32,6 +32,8 @@ from conformance.silicon.whole.merge import DRAWN, DrawnAnswers, Hashes
 from conformance.silicon.whole.on_device import DRAWN_MODULE, level_of
 from conformance.silicon.whole.on_machine import answer, schedule_of
 
+RECORD = ROOT / "results" / "records" / "h200-random-programs.json"
+
 
 def machine_hash(number: int) -> tuple[int, str]:
     """Returns the hash of program `number`'s output, and the machine's first finding, "" for none."""
@@ -56,8 +58,16 @@ def _some(folder: Path, first: int, until: float | None) -> None:
 
 
 def run(folder: Path, first: int, count: int, jobs: int, seconds: float | None = None) -> None:
-    """Writes the machine's hashes of `count` programs from `first` on to `folder`. After `seconds` begins no more."""
+    """Writes the machine's hashes of `count` programs from `first` on to `folder`. After `seconds` begins no more.
+
+    ValueError if the folder has hashes of another version of the machine.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    version = folder / "version"
+    if not version.exists():
+        version.write_text(machine_version())
+    elif version.read_text() != machine_version():
+        raise ValueError(f"{folder} has hashes of another version of the machine; name an empty folder")
     until = None if seconds is None else time.time() + seconds
     with ProcessPoolExecutor(jobs, initializer=os.nice, initargs=(10,)) as pool:
         firsts = range(first, first + count, DRAWN_MODULE)
@@ -75,14 +85,17 @@ def carry(folder: Path, file: Path) -> None:
     """Writes the folder's hashes and findings into one file."""
     hashes = {one.stem: np.load(one) for one in folder.glob("[0-9]*.npy")}
     found = {f"found {one.stem}": np.array(one.read_text()) for one in folder.glob("*.txt")}
-    np.savez_compressed(file, allow_pickle=False, **hashes, **found)
+    version = np.array((folder / "version").read_text())
+    np.savez_compressed(file, allow_pickle=False, version=version, **hashes, **found)
 
 
 def take(folder: Path, file: Path) -> None:
     """Writes the files of the folder that `carry` read."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, held in np.load(file).items():
-        if name.startswith("found "):
+        if name == "version":
+            (folder / name).write_text(str(held))
+        elif name.startswith("found "):
             (folder / f"{name.removeprefix('found ')}.txt").write_text(str(held))
         else:
             np.save(folder / f"{name}.npy", held)
@@ -108,13 +121,14 @@ class Compared:
     """Random programs on the machine beside an H200: `ran` on both, of which the `lost` hung or failed there.
 
     `reasons`: for each program that left other bytes, what ptxas did to it, "" if that is not known. `found`: what the
-    machine found.
+    machine found. `version`: the machine's.
     """
 
     ran: int
     lost: int
     reasons: Mapping[int, str]
     found: Sequence[str]
+    version: str
 
     @property
     def agree(self) -> int:
@@ -145,7 +159,7 @@ class Compared:
         with_wgmma = Counter(reason for number, reason in self.reasons.items() if "wgmma" in drawn(number).text)
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": machine_version(),
+            "machine": self.version,
             "ran_on_both": self.ran,
             "agree": self.agree,
             "hung_or_failed_on_the_h200": self.lost,
@@ -167,7 +181,7 @@ def compared(folder: Path, jobs: int) -> Compared:
     ran = sorted(set(unlike) - held.failed)
     with ProcessPoolExecutor(jobs, initializer=os.nice, initargs=(10,)) as pool:
         reasons = dict(zip(ran, pool.map(explained, ran, map(unlike.__getitem__, ran), chunksize=8), strict=True))
-    return Compared(total, len(unlike) - len(ran), reasons, findings(folder))
+    return Compared(total, len(unlike) - len(ran), reasons, findings(folder), (folder / "version").read_text())
 
 
 def main() -> None:
