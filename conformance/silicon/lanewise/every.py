@@ -210,7 +210,10 @@ def pack(folder: Path, programs: Sequence[Program]) -> None:
     for number, part in enumerate(modules):
         text = HEAD + "\n".join(map(kernel, part))
         (folder / f"part-{number}.ptx.gz").write_bytes(gzip.compress(text.encode()))
-    rows = [[[one.entry, one.opcode, " ".join(one.sources), count_of(one.sources)] for one in part] for part in modules]
+    rows = [
+        [[one.entry, one.opcode, " ".join(one.sources), count_of(one.sources), identity(one)] for one in part]
+        for part in modules
+    ]
     (folder / "entries.json").write_text(json.dumps(rows))
     named = {" ".join(one.sources): np.stack([*values_of(one.sources)] or [_NONE]) for one in programs}
     np.savez_compressed(folder / "operands.npz", allow_pickle=False, **named)
@@ -228,7 +231,9 @@ def merged(out: Path, held: Answers, every: Iterable[Program], asked: Sequence[P
     """Returns the answers to `asked`: OUT/every.npz's, else held ones. The others of `every` count as refused."""
     found = np.load(out / "every.npz")
     checks = {one.opcode: held.checks[one.opcode] for one in asked if one.opcode in held.checks}
-    checks |= {one.opcode: (identity(one), found[one.opcode]) for one in asked if one.opcode in found.files}
+    checks |= {
+        one.opcode: (int(found[one.opcode][0]), found[one.opcode][1:]) for one in asked if one.opcode in found.files
+    }
     return Answers(checks, frozenset(one.opcode for one in every) - {one.opcode for one in asked})
 
 

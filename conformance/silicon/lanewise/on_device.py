@@ -1,7 +1,8 @@
 """Runs programs of every lane-wise spelling on an H200: `python3 FOLDER/ask.py FOLDER OUT`; see every.py.
 
-ask.py is this file: it needs only NumPy, torch, ptxas and the driver. OUT/every.npz has checksums of the results, by
-spelling; OUT/differing.npz has all results of the spellings whose checksums are not the machine's.
+ask.py is this file: it needs only NumPy, torch, ptxas and the driver. OUT/every.npz has for each spelling the identity
+of what ran, and then the checksums of its results. OUT/differing.npz has all results of a spelling whose checksums are
+not the machine's.
 """
 
 from __future__ import annotations
@@ -86,16 +87,17 @@ def ask(folder: Path, out: Path, device: Any) -> str:
         sources = [folder / f"part-{number}.ptx.gz" for number in range(len(parts))]
         for cubin, entries in zip(pool.map(lambda one: _assembled(one, Path(made)), sources), parts, strict=True):
             module = device.load(cubin)
-            for entry, opcode, operands, count in entries:
+            for entry, opcode, operands, count, identity in entries:
                 results = device.results(module, entry, operands, count)
-                answers[opcode] = checksums(results)
-                unlike = int(np.count_nonzero(answers[opcode] != mine[opcode]))
+                checks = checksums(results)
+                answers[opcode] = np.array([identity, *checks], np.uint32)
+                unlike = int(np.count_nonzero(checks != mine[opcode]))
                 if unlike:
                     differing[opcode] = results.astype(np.min_scalar_type(int(results.max())))
                     said.append(f"{opcode}: {unlike} of {len(mine[opcode])} parts differ from the machine's")
     np.savez_compressed(out / "every.npz", allow_pickle=False, **answers)
     np.savez_compressed(out / "differing.npz", allow_pickle=False, **differing)
-    values = CHECKED * sum(map(len, answers.values()))
+    values = sum(row[3] for entries in parts for row in entries)
     return "\n".join([*said, f"{len(answers)} spellings, {values} values answered; {len(said)} spellings differ"])
 
 
