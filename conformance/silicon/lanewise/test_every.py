@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from conformance.silicon.lanewise.every import (
 )
 from conformance.silicon.lanewise.on_device import CHECKED, ask
 from conformance.silicon.lanewise.programs import Program, Words, answered, kernel
+from conformance.silicon.lanewise.test_lanewise import MERGED, SHIFTED
 from conformance.silicon.lanewise.values import count_of, values_of
 
 CANDIDATES = list(candidates())
@@ -34,8 +36,11 @@ BY_NAME = {one.opcode: one for one in CANDIDATES}
 ANSWERS = Answers.read()
 ANSWERED = bundles(BY_NAME[name] for name in ANSWERS.checks if name in BY_NAME)
 PARTS = 16
-DIFFERS: dict[str, str] = {}
-"""By spelling: why the machine follows the ISA where ptxas 13.0 does not."""
+DIFFERS = {
+    r"v[a-z]+\.\S+ %d\.(h1|b[123]),": MERGED,
+    r"vshl\.\S+\.sat\.wrap\.(add|min|max) ": SHIFTED,
+}
+"""By the beginning of a program's text: why ptxas 13.0 does not follow the ISA, and the machine does."""
 SOME = ("add.rn.f32", "add.rm.ftz.f32", "setp.lt.and.f16x2", "vote.sync.ballot.b32", "cvt.rn.f16x2.e4m3x2",
         "match.any.sync.b32", "vadd4.s32.s32.u32.sat")  # fmt: skip
 
@@ -68,14 +73,20 @@ class _Device:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_machine_gives_what_an_h200_gave(part: int) -> None:
     """The first values of each spelling; `python -m conformance.silicon.lanewise.every` compares all."""
-    some = [[one for one in bundle if one.opcode not in DIFFERS] for bundle in ANSWERED[part::PARTS]]
+    some = [[one for one in bundle if not _differs(one)] for bundle in ANSWERED[part::PARTS]]
     wrong = [said for bundle in some if bundle for said in differences(bundle, ANSWERS, CHECKED)]
     assert not wrong, "\n".join(wrong[:20])
 
 
-def test_what_differs_still_differs() -> None:
-    stale = [name for name in DIFFERS if not differences([BY_NAME[name]], ANSWERS)]
-    assert not stale, f"{stale} give an H200's bits now: take them out of DIFFERS"
+def _differs(program: Program) -> list[str]:
+    return [begin for begin in DIFFERS if re.match(begin, program.text)]
+
+
+@pytest.mark.skipif(not FILE.exists(), reason="no H200 has been asked")
+@pytest.mark.parametrize("begin", DIFFERS)
+def test_what_differs_still_differs(begin: str) -> None:
+    some = [one for bundle in ANSWERED for one in bundle if begin in _differs(one)]
+    assert any(differences([one], ANSWERS) for one in some), f"{begin} gives an H200's bits now: take it out of DIFFERS"
 
 
 @pytest.mark.skipif(not FILE.exists(), reason="no H200 has been asked")

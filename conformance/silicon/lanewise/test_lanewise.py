@@ -14,17 +14,17 @@ from conformance.silicon.lanewise.programs import Program, kept, operands, vm_an
 PROGRAMS = kept()
 ANSWERS = np.load(SILICON / "lanewise" / "answers.npz")
 SPELLINGS_A_TEST = 20
-_MERGED = "an H200 keeps the selected part of the result in its own place; the ISA moves the low part there (9.7.18.1)"
-_SHIFTED = "an H200 saturates the shifted word; the ISA saturates the whole product of the shift (9.7.18.1.2)"
+MERGED = "an H200 keeps the selected part of the result in its own place; the ISA moves the low part there (9.7.18.1)"
+SHIFTED = "an H200 saturates the shifted word; the ISA saturates the whole product of the shift (9.7.18.1.2)"
 DIFFERS = {
-    "vadd.s32.s32.u32.sat": _MERGED,
-    "vmax.s32.s32.s32.sat": _MERGED,
-    "vmax.s32.s32.u32": _MERGED,
-    "vset.s32.s32.eq": _MERGED,
-    "vsub.s32.s32.s32.sat": _MERGED,
-    "vshl.s32.s32.u32.sat.wrap.add": _SHIFTED,
-    "vshl.s32.s32.u32.sat.wrap.max": _SHIFTED,
-    "vshl.s32.s32.u32.sat.wrap.min": _SHIFTED,
+    "vadd.s32.s32.u32.sat": MERGED,
+    "vmax.s32.s32.s32.sat": MERGED,
+    "vmax.s32.s32.u32": MERGED,
+    "vset.s32.s32.eq": MERGED,
+    "vsub.s32.s32.s32.sat": MERGED,
+    "vshl.s32.s32.u32.sat.wrap.add": SHIFTED,
+    "vshl.s32.s32.u32.sat.wrap.max": SHIFTED,
+    "vshl.s32.s32.u32.sat.wrap.min": SHIFTED,
 }
 """Programs where the machine follows the ISA and ptxas 13.0 does not, because it translates these to other
 instructions."""
