@@ -272,8 +272,8 @@ def _turns_of_excused(found: Sequence[Outcome], ordering: Sequence[Outcome], equ
         turns = Counter(one.all_turns for one in some if one.id in equal)
         if turns[True] + turns[False]:
             lines += [
-                f"Turns of the equivalent ones, {what}: {turns[True]:,} had all, {turns[False]:,} as many as the "
-                f"unchanged program runs in {EXCUSED_SECONDS:g} s, and of {turns[None]:,} the record does not tell."
+                f"Turns of the equivalent ones, {what}: {turns[True]:,} had all, {turns[False]:,} only those that the "
+                f"unchanged program runs in {EXCUSED_SECONDS:g} s; of {turns[None]:,} the record does not tell."
             ]
     return lines
 

@@ -166,9 +166,9 @@ def test_the_table_tells_how_many_of_the_excused_had_every_turn(tmp_path: Path) 
     for name, turns, kind in (("b", True, "drop"), ("c", False, "drop"), ("d", True, "rounding")):
         record.append(replace(old, id=f"{name}/{kind}/1.0", kind=kind, excused=True, all_turns=turns))
     page = table(record, known, ours=False)
-    assert "equivalent ones, all: 2 had all, 1 as many as" in page, page
-    assert "equivalent ones, synchronisation: 1 had all, 1 as many as" in page, page
-    assert "and of 1 the record does not tell." in page, page
+    assert "equivalent ones, all: 2 had all, 1 only those" in page, page
+    assert "equivalent ones, synchronisation: 1 had all, 1 only those" in page, page
+    assert "; of 1 the record does not tell." in page, page
     assert "although excused" not in page, "nothing died"
 
 
