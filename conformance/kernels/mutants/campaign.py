@@ -3,13 +3,15 @@
 Killed means: a verdict other than passed, a finding of grade error or portability (or a counter of FINDINGS) that the
 program itself does not have, or more of a counter of WORK. A program is a PTX text; its cases are all cases of the
 selection that build this text, and some on few CTAs. A mutant runs on those that execute its line until one kills it:
-`_turns` sets the order, with the most kills a second first. A mutant that survives the closest looks and is equivalent
-by an argument runs no further.
+`_turns` sets the order, with the most kills a second first. A mutant that survives the closest looks and is excused (it
+has the same machine code, or an argument says that it is equivalent) takes as many of its further turns as the
+unchanged program runs in EXCUSED_SECONDS.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,6 +64,9 @@ COLLECTED = "collected"
 FEW_CTAS = "few_ctas"
 """Stands for a schedule, with their number after a colon: the first two on few CTAs, and the first with findings
 collected."""
+EXCUSED_SECONDS = 5.0
+"""Processor time of the unchanged program on the further turns of an excused mutant, the smallest case first. Of 842
+excused mutants of synchronisation 19 died within so much (docs/mutants.md)."""
 Argued = Callable[["Outcome"], bool]
 """Whether a survivor is equivalent by an argument."""
 
@@ -88,10 +93,12 @@ class Plan:
 class Outcome:
     """Outcome of a mutant: a line of a record. `check`, `case` and `schedule` are empty if it survived.
 
-    `same_code`: whether an assembler makes the same machine code of it; None if that was not checked. `reached`, of a
-    survivor: whether a case with its findings collected executes the line that it changes; None for a changed launch.
-    `smoke`: the check that kills it in a row of the profile smoke, "" for none; None if `smoked` has not run.
-    `seconds`: processor time, without the unchanged program's, which runs once for all its mutants.
+    `same_code`: whether an assembler makes the same machine code of it; None if that was not checked. `reached`, if it
+    lived through its first turns: whether a case with its findings collected executes the line that it changes; None
+    for a changed launch. `excused`: whether an argument or the same machine code excused it then. `all_turns`, of a
+    survivor: whether it had every turn on the rows of its call; None in a record that does not tell. `smoke`: the check
+    that kills it in a row of the profile smoke, "" for none; None if `smoked` has not run. `seconds`: processor time,
+    without the unchanged program's, which runs once for all its mutants.
     """
 
     id: str
@@ -109,6 +116,8 @@ class Outcome:
     runs: int = 0
     seconds: float = 0.0
     smoke: str | None = None
+    excused: bool = False
+    all_turns: bool | None = None
 
     @property
     def killed(self) -> bool:
@@ -374,37 +383,38 @@ def examine(
     ask_assemblers: bool = True,
     few_ctas: bool = True,
     argued: Argued | None = None,
+    excused_seconds: float = EXCUSED_SECONDS,
 ) -> Outcome:
     """Runs a mutant on the cases of its program that execute its line until a check kills it.
 
-    A mutant with the same machine code (if assemblers are asked), or one that is `argued` equivalent, runs only the
-    first turns. No argument excuses a mutant that never ran: some of them were wrong, and one such turn showed it.
-    `few_ctas`: whether it runs on few CTAs, too.
+    A mutant with the same machine code (if assemblers are asked), or one that is `argued` equivalent, is excused after
+    its first turns. It takes the further ones that the unchanged program runs in `excused_seconds`, and dies if one
+    kills it: some arguments were wrong, and such turns showed it. `few_ctas`: whether it runs on few CTAs, too.
     """
     begun, runs = time.process_time() - subject.spent, 0
     about = (mutant.id, subject.name, mutant.kind, mutant.line, _short(mutant.before), _short(mutant.after))
     lived = Outcome(*about)
     for turns in _turns(subject, mutant, schedules, few_ctas=few_ctas):
-        for turn in turns:
+        taken = _first_of(turns, excused_seconds) if lived.excused else turns
+        for turn in taken:
             look = _found_by if turn.collects else killed_by
             check, sentence = look(turn.subject, turn.built, mutant, turn.schedule)
             runs += 1
             if check:
                 spent = round(time.process_time() - subject.spent - begun, 2)
-                fate = (check, turn.built.case.id, turn.name, sentence[:160])
-                return Outcome(*about, *fate, same_code=lived.same_code, runs=runs, seconds=spent)
+                killed = replace(lived, check=check, case=turn.built.case.id, schedule=turn.name, runs=runs)
+                return replace(killed, sentence=sentence[:160], all_turns=None, seconds=spent)
+        lived = replace(lived, all_turns=len(taken) == len(turns))
         if lived.reached is None and mutant.line:
             asked = [subject, *(subject.few.values() if few_ctas else ())]
             told = (one.collection(built, schedules[0]) for one in asked for built in one.telling(schedules[0]))
             lived = replace(lived, reached=any(mutant.line in one.lines for one in told))
-        if argued is not None and argued(lived):
-            break
-        if lived.same_code is None and mutant.launch is None and ask_assemblers:
+        excused = argued is not None and argued(lived)
+        if lived.same_code is None and mutant.launch is None and ask_assemblers and not excused:
             lived = replace(lived, same_code=_same_code(subject, mutant))
-        if lived.same_code:
-            lived = replace(lived, reached=None)
-            break
-    return replace(lived, runs=runs, seconds=round(time.process_time() - subject.spent - begun, 2))
+        lived = replace(lived, excused=excused or lived.same_code is True)
+    reached = None if lived.same_code else lived.reached
+    return replace(lived, reached=reached, runs=runs, seconds=round(time.process_time() - subject.spent - begun, 2))
 
 
 def in_clusters(program: Program | HostProgram) -> bool:
@@ -423,10 +433,27 @@ class _Turn:
     schedule: str
     collects: bool = False
 
+    @property
+    def seconds(self) -> float:
+        """Processor time of the unchanged program."""
+        own = self.subject.collection if self.collects else self.subject.baseline
+        return own(self.built, self.schedule).seconds
+
+
+def _first_of(turns: Iterable[_Turn], seconds: float) -> list[_Turn]:
+    """The turns by size, as many as the unchanged program runs in `seconds`. It does not run those behind."""
+    taken: list[_Turn] = []
+    for turn in sorted(turns, key=lambda turn: turn.built.size):
+        seconds -= turn.seconds
+        if seconds < 0:
+            break
+        taken.append(turn)
+    return taken
+
 
 def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ctas: bool) -> Iterator[list[_Turn]]:
-    """The runs of a mutant: first those before an argument counts, then the others. Runs on few CTAs go by size: if
-    only a long case executes a line on one CTA, it is shorter on three.
+    """The runs of a mutant: first those before an argument counts, then the further ones. Runs on few CTAs go by size:
+    if only a long case executes a line on one CTA, it is shorter on three.
 
     Counts from a record where 905 mutants of synchronisation were killed: 780 in order, most of them on the cheapest
     case, 69 on few CTAs, where rings wrap (one of them only with each stage the first of a tile), 48 with findings
@@ -646,7 +673,7 @@ def run(
     """Examines the part of `todo` that `record` lacks, for at most `seconds` of processor time: places in `todo`,
     outcomes.
 
-    `again`: examines all of it, whatever the record has, and ignores arguments.
+    `again`: examines all of it, whatever the record has; then an excused mutant takes every turn.
     """
     begun = time.process_time()
     for at, (subject, mutant) in enumerate(todo, 1):
@@ -654,7 +681,8 @@ def run(
             continue
         if seconds is not None and time.process_time() - begun > seconds:
             return
-        outcome = examine(subject, mutant, schedules, argued=None if again else argued)
+        limit = math.inf if again else EXCUSED_SECONDS
+        outcome = examine(subject, mutant, schedules, argued=argued, excused_seconds=limit)
         if (known := record.by_id.get(mutant.id)) is not None:
             outcome = replace(outcome, smoke=known.smoke)
         record.append(outcome)

@@ -204,12 +204,13 @@ def blamed(survivor: Outcome, known: Sequence[Reason]) -> bool:
 
 
 def told_of(one: Outcome, known: Sequence[Reason]) -> str:
-    """A line about a mutant's outcome; for a survivor, with the reason in `known`."""
+    """A line about a mutant's outcome; for a survivor, or what died although excused, with the reason in `known`."""
     program = one.program.rpartition(" ")[0]
     change = f"{program}, {one.id} `{one.before}` -> `{one.after}`, {counted(one.runs, 'run')}, {one.seconds:.1f} s"
-    if one.killed:
-        return f"{one.check} on {one.case}, {one.schedule}: {change}"
     why = reason_of(one, known)
+    if one.killed:
+        wrong = f"; this excused it, and is wrong here: {why.why}" if one.excused and why is not None else ""
+        return f"{one.check} on {one.case}, {one.schedule}: {change}{wrong}"
     if why is None:
         return f"SURVIVED, a hole without a reason: {change}"
     fate = "equivalent" if excuses(why) else "a hole" if blamed(one, known) else "a hole that is excused"

@@ -84,8 +84,8 @@ def _add_draws(group: _Group) -> None:
                        "n processes or hosts, each with a --record of its own. [default: 1/1]")  # fmt: skip
     group.add_argument("--seconds", type=_seconds, metavar="S", help="Processor time after which no mutant begins; "
                        "with --search, the time for each hole. Use it to try out a call.")  # fmt: skip
-    group.add_argument("--again", action="store_true", help="Run what lived, of those drawn, once more: use it after a "
-                       "change of the machine or of the checks.")  # fmt: skip
+    group.add_argument("--again", action="store_true", help="Run what lived, of those drawn, once more, whatever "
+                       "excuses it, in every turn: use it after a change of the machine or of the checks.")  # fmt: skip
     group.add_argument("--holes", action="store_true", help="As --again, but none that is equivalent: use it after a "
                        "new row or a fix.")  # fmt: skip
 

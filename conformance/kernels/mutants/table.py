@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeGuard
 
 from conformance import ROOT
-from conformance.kernels.mutants.campaign import DROPPED, SCHEDULES, Outcome, Record
+from conformance.kernels.mutants.campaign import DROPPED, EXCUSED_SECONDS, SCHEDULES, Outcome, Record
 from conformance.kernels.mutants.journal import Ran
 from conformance.kernels.mutants.mutant import ID, KINDS, MEANINGS, SYNCHRONISATION
 from conformance.kernels.mutants.silicon import read as read_silicon
@@ -136,6 +136,7 @@ def table(
     found = record.results if chosen is None else chosen
     told = survivors(found, known)
     equal = equivalent(told)
+    ordering = [one for one in found if one.kind in SYNCHRONISATION]
     lines = [
         "# Mutants",
         "",
@@ -151,7 +152,8 @@ def table(
         *([] if chosen is None else _of_a_part(found, record)),
         *(_of_their_programs() if any(one.theirs for one in found) else ()),
         _sum("All", found, equal),
-        _sum("Synchronisation only", [one for one in found if one.kind in SYNCHRONISATION], equal),
+        _sum("Synchronisation only", ordering, equal),
+        *_turns_of_excused(found, ordering, equal),
         *_by_smoke(found, equal),
         "",
         "Synchronisation is drawn more often than the rest, so compare the shares by class.",
@@ -192,6 +194,7 @@ def table(
         "|---|---|---|",
         *_equivalents(told),
         "",
+        *_wrongly_excused(found, known),
         "## What was run",
         "",
         "Each line has the options, the number of mutants that they draw (`--seconds` may leave some of them), the",
@@ -260,6 +263,30 @@ def _sum(what: str, found: Sequence[Outcome], equal: set[str]) -> str:
     share = f" ({killed / (len(found) - same):.1%})" if len(found) > same else ""
     every = counted(len(found), "mutant")
     return f"{what}: {every}, {same:,} equivalent; {killed:,} of the other {len(found) - same:,} killed{share}."
+
+
+def _turns_of_excused(found: Sequence[Outcome], ordering: Sequence[Outcome], equal: set[str]) -> list[str]:
+    """How many survivors that are equivalent had every turn, if the record tells that of any."""
+    lines: list[str] = []
+    for what, some in (("all", found), ("synchronisation", ordering)):
+        turns = Counter(one.all_turns for one in some if one.id in equal)
+        if turns[True] + turns[False]:
+            lines += [
+                f"Turns of the equivalent ones, {what}: {turns[True]:,} had all, {turns[False]:,} only those that the "
+                f"unchanged program runs in {EXCUSED_SECONDS:g} s; of {turns[None]:,} the record does not tell."
+            ]
+    return lines
+
+
+def _wrongly_excused(found: Iterable[Outcome], known: Sequence[Reason]) -> list[str]:
+    """Mutants that died after their first turns although they were excused, with what still excuses them."""
+    lines: list[str] = []
+    for one in found:
+        if one.killed and one.excused:
+            why = reason_of(one, known)
+            said = f"excused because: {why.why}" if why is not None else "what excused it is gone"
+            lines += [f"- `{one.id}` `{one.before}` → `{one.after}`: {one.check} on {one.case}, {one.schedule}; {said}"]
+    return ["## Killed although excused", "", *lines, ""] if lines else []
 
 
 def _by_smoke(found: Sequence[Outcome], equal: set[str]) -> list[str]:

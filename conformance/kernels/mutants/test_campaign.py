@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,12 @@ from conformance.kernels.mutants.campaign import (
     run,
     subjects,
 )
-from conformance.kernels.mutants.command import drawn_of
+from conformance.kernels.mutants.command import drawn_of, told_of
 from conformance.kernels.mutants.journal import Ran
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Edit, LaunchEdit, Mutant, instructions, mutants
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunt
 from conformance.kernels.mutants.smoke import check_of, smoked
-from conformance.kernels.mutants.table import Reason, reason_of, reasons
+from conformance.kernels.mutants.table import Reason, reason_of, reasons, table
 from conformance.kernels.mutants.unmutated import Watch, told, watch, watched
 from megamoe.contract import HostProgram, Program, RunOptions, TensorMapArg
 from megamoe.records.shards import Nth
@@ -121,14 +122,54 @@ def test_a_mutant_of_no_consequence_survives_as_the_same_code(program: Subject) 
     assert outcome.same_code is not False, "white space changes no machine code"
 
 
-def test_what_is_equivalent_by_an_argument_runs_no_further_than_the_first_turns(program: Subject) -> None:
+def test_what_is_excused_takes_the_further_turns_that_are_cheap(program: Subject) -> None:
     moves = [one for one in mutants(program.built[0].program) if one.kind == "move"]
     earlier = next(one for one in moves if one.before.startswith("mbarrier.arrive.expect_tx"))
     whole = examine(program, earlier, ask_assemblers=False)
     assert (whole.killed, whole.reached) == (False, True), f"{earlier.before} -> {earlier.after}: {whole}"
+    assert (whole.excused, whole.all_turns) == (False, True), f"nothing excuses it: {whole}"
     for argued in (lambda _: True, lambda lived: lived.reached is True):
-        seen = examine(program, earlier, ask_assemblers=False, argued=argued)
-        assert 0 < seen.runs < whole.runs, f"{seen.runs} of {whole.runs} runs of what is argued"
+        few = examine(program, earlier, ask_assemblers=False, argued=argued, excused_seconds=0.0)
+        assert 0 < few.runs < whole.runs, f"{few.runs} of {whole.runs} runs, and none of the further ones was cheap"
+        assert (few.excused, few.all_turns) == (True, False), f"it had {few.runs} of {whole.runs} runs: {few}"
+        every = examine(program, earlier, ask_assemblers=False, argued=argued, excused_seconds=math.inf)
+        assert (every.runs, every.excused, every.all_turns) == (whole.runs, True, True), f"every turn is cheap: {every}"
+
+
+def test_an_argument_that_a_further_turn_refutes_is_told(program: Subject, tmp_path: Path) -> None:
+    """A planted fault: an argument for the mbarrier of the ring's last stage, which the first case does not reach."""
+    inits = [one for one in mutants(program.built[0].program) if one.before.startswith("mbarrier.init")]
+    last = [one for one in inits if one.kind == "drop"][-1]
+    wrong = Reason("equivalent", "nobody comes so far")
+
+    def argued(lived: Outcome) -> bool:
+        return wrong.explains(lived)
+
+    some = examine(program, last, ask_assemblers=False, argued=argued, excused_seconds=0.0)
+    assert (some.killed, some.excused) == (False, True), f"a first turn kills it, so this test shows nothing: {some}"
+    record = Record(tmp_path / "mutants.jsonl")
+    ((_, outcome),) = run([(program, last)], record, ("eager",), argued=argued)
+    assert (outcome.check, outcome.excused) == ("rule:mbarrier-misuse", True), f"{last.before} was excused: {outcome}"
+    assert outcome.all_turns is None, "it is told that a mutant that died had all its turns"
+    assert told_of(outcome, [wrong]).endswith(f"; this excused it, and is wrong here: {wrong.why}")
+    page = table(record, [wrong], ours=False)
+    assert "## Killed although excused" in page, page
+    assert f"`{last.id}` `{last.before}` → `(nothing)`: rule:mbarrier-misuse on {outcome.case}" in page, page
+    assert "1 mutant, 0 equivalent; 1 of the other 1 killed" in page, page
+
+
+def test_the_table_tells_how_many_of_the_excused_had_every_turn(tmp_path: Path) -> None:
+    record, known = Record(tmp_path / "mutants.jsonl"), [Reason("equivalent", "it is said")]
+    old = Outcome("a/drop/1.0", "ptx sm_90a fmha:hd=64,t=1,s_k=1 a", "drop", 1, "bar.sync 0;", "")
+    record.append(old)
+    assert "Turns of" not in table(record, known, ours=False), "a record that does not tell is told of"
+    for name, turns, kind in (("b", True, "drop"), ("c", False, "drop"), ("d", True, "rounding")):
+        record.append(replace(old, id=f"{name}/{kind}/1.0", kind=kind, excused=True, all_turns=turns))
+    page = table(record, known, ours=False)
+    assert "equivalent ones, all: 2 had all, 1 only those" in page, page
+    assert "equivalent ones, synchronisation: 1 had all, 1 only those" in page, page
+    assert "; of 1 the record does not tell." in page, page
+    assert "although excused" not in page, "nothing died"
 
 
 def test_an_argument_excuses_nothing_that_a_run_kills(program: Subject) -> None:
