@@ -18,12 +18,14 @@ from backends.vm.memory.access_code import (
     I32,
     I64,
     SHARED_FIELDS,
+    Found,
     MemoryCode,
     OnDemand,
     callable_of,
     defined,
     number,
 )
+from backends.vm.memory.marks import READ
 
 WORTH: Final = 100
 """Calls by NumPy that take as long as compiling the machine code."""
@@ -115,8 +117,9 @@ class _GranuleAccess(MemoryCode):
             self._refuse(b.not_(self._inside(granule)))
             if self.deed != "write ends":
                 self._refuse(b.icmp_signed("!=", self._of("in_flight", granule, I32), ir.Constant(I32, 0)))
-                self._look_at_writer(granule)
-                self._look_at_reader(granule)
+                self._look_at_marks(granule)
+                if self.deed == "write begins":
+                    self._check_kept(granule)
         b.branch(end)
         b.position_at_end(end)
 
@@ -128,31 +131,42 @@ class _GranuleAccess(MemoryCode):
         idle = self._all("in_flight", first, ir.Constant(I32, 0))
         written = self._all("writer", first, b.load(self.writer, typ=I32))
         read = self._all("reader", first, b.load(self.reader, typ=I32))
-        plain = b.and_(idle, b.and_(written, read))
-        return plain if self.deed == "read" else b.and_(plain, self._few_readers(first))
+        plain = b.and_(b.and_(idle, self._none_set("divided", first)), b.and_(written, read))
+        return plain if self.deed == "read" else b.and_(plain, self._none_set("many_readers", first))
 
-    def _few_readers(self, first: Any) -> Any:
-        return self._same(self._vector("many_readers", first, I8, _BYTES), ir.Constant(_BYTES, [0] * _TOGETHER))
+    def _none_set(self, name: str, first: Any) -> Any:
+        return self._same(self._vector(name, first, I8, _BYTES), ir.Constant(_BYTES, [0] * _TOGETHER))
 
     def _inside(self, granule: Any) -> Any:
         b = self.b
         low = b.icmp_signed(">=", granule, b.ashr(self.place["first"], number(2)))
         return b.and_(low, b.icmp_signed("<", granule, b.ashr(self.place["end"], number(2))))
 
-    def _look_at_writer(self, granule: Any) -> None:
-        b, writer = self.b, self._of("writer", granule, I32)
-        late = self._late(writer)
-        met = self._of("met", granule, I32)
+    def _look_at_marks(self, granule: Any) -> None:
+        b, none = self.b, ir.Constant(I8, 0)
+        divided = self._of("divided", granule, I8)
+        with b.if_else(b.icmp_unsigned("==", divided, none), likely=True) as (whole, apart):
+            with whole:
+                self._look_at_writer(self._marks_of(granule))
+                self._look_at_reader(self._marks_of(granule))
+            with apart:
+                self._set(self.apart, number(1))
+                with self._bytes_of(granule) as byte:
+                    self._look_at_writer(self._marks_at(granule, byte, divided))
+                    self._look_at_reader(self._marks_at(granule, byte, divided))
+
+    def _look_at_writer(self, found: Found) -> None:
+        b, writer = self.b, found("writer")
         partial = self._set_in("partial", self._agent(writer))
-        self._refuse(b.and_(late, b.not_(self._set_in("contested", granule))))
-        self._refuse(b.and_(partial, b.icmp_signed(">", met, ir.Constant(I32, 0))))
+        self._refuse(self._late(writer))
+        self._refuse(b.and_(partial, b.icmp_signed(">", found("met"), ir.Constant(I32, 0))))
         with b.if_then(b.not_(self.generic)):
             self._refuse(self._beyond(self.fenced, writer))
-        with b.if_then(b.not_(b.or_(late, partial))):
+        with b.if_then(b.not_(partial)):
             b.store(writer, self.writer)
 
-    def _look_at_reader(self, granule: Any) -> None:
-        b, reader = self.b, self._of("reader", granule, I32)
+    def _look_at_reader(self, found: Found) -> None:
+        b, reader = self.b, found("reader")
         if self.deed == "read":
             self._check_keepable(reader, self.mark)
             kept = self._kept_beside(reader, self.mark)
@@ -161,11 +175,10 @@ class _GranuleAccess(MemoryCode):
                 b.store(reader, self.reader)
             return
         self._refuse(self._late(reader))
-        self._check_kept(granule)
         with b.if_then(b.not_(self.generic)):
             warps = b.icmp_signed("<", self._agent(reader), self.engine)
             self._refuse(b.and_(warps, self._beyond(self.fenced, reader)))
-        self._refuse(self._given_back_alone(granule, reader))
+        self._refuse(self._given_back_alone(found))
         with b.if_then(b.not_(self._set_in("read_partial", self._agent(reader)))):
             b.store(reader, self.reader)
 
@@ -176,17 +189,19 @@ class _GranuleAccess(MemoryCode):
         together = neighbours
         if self.deed == "read":
             together = b.and_(together, b.icmp_signed("==", self._value(self.keeps), number(0)))
+            together = b.and_(together, self._none_apart())
         near, apart, end = (b.append_basic_block() for _ in range(3))
         b.cbranch(together, near, apart)
         b.position_at_end(near)
         self._mark(first, _TOGETHER)
         if self.deed == "write begins":
-            with b.if_then(b.not_(self._few_readers(first))), single() as granule:
+            with b.if_then(b.not_(self._none_set("many_readers", first))), single() as granule:
                 self._forget_kept(granule)
         b.branch(end)
         b.position_at_end(apart)
         with single() as granule:
             if self.deed == "read":
+                self._note_bytes_read(granule, self.mark, self.line)
                 self._note_reader(granule, self.mark, self.line)
             elif self.deed == "write begins":
                 self._forget_kept(granule)
@@ -207,7 +222,10 @@ class _GranuleAccess(MemoryCode):
             self._fill("in_flight", granule, self.line, count)
         else:
             self._fill("in_flight", granule, ir.Constant(I32, 0), count)
-            self._fill("contested", granule, ir.Constant(I8, 0), count)
+            kind = ir.IntType(8 * count)
+            place = b.gep(self._pointer("divided"), [granule], source_etype=I8)
+            kept = ir.Constant(kind, int.from_bytes(bytes([READ]) * count, "little"))
+            b.store(b.and_(b.load(place, typ=kind, align=1), kept), place, align=1)
             self._fill("writer", granule, self.mark, count)
             self._fill("writer_line", granule, self.line, count)
             place = b.gep(self._pointer("defined"), [b.shl(granule, number(2))], source_etype=I8)
