@@ -127,9 +127,12 @@ class _Access(MemoryCode):
             if not self.kind.stores:
                 self._note_reading_lanes()
         if self.shared and not self.narrow:
-            with b.if_then(b.not_(self._none_apart()), likely=False), self._lanes() as lane:
-                with self._granules(self._place_of(lane)) as granule:
-                    self._mark_divided(granule, lane)
+            with (
+                b.if_then(b.not_(self._none_apart()), likely=False),
+                self._lanes() as lane,
+                self._granules(self._place_of(lane)) as granule,
+            ):
+                self._mark_divided(granule, lane)
         with self._lanes() as lane:
             at = self._place_of(lane)
             with self._granules(at) as granule:

@@ -25,7 +25,7 @@ from backends.vm.memory.access_code import (
     defined,
     number,
 )
-from backends.vm.memory.marks import READ
+from backends.vm.memory.marks import GRANULE, READ, WRITTEN
 
 WORTH: Final = 100
 """Calls by NumPy that take as long as compiling the machine code."""
@@ -107,11 +107,19 @@ class _GranuleAccess(MemoryCode):
     def _look(self, first: Any, neighbours: Any, single: Callable[[], Any]) -> None:
         b = self.b
         inside = b.and_(self._inside(first), self._inside(b.add(first, number(_TOGETHER - 1))))
-        near, end = b.append_basic_block(), b.append_basic_block()
-        apart = b.append_basic_block()
+        near, apart, end = (b.append_basic_block() for _ in range(3))
         b.cbranch(b.and_(neighbours, inside), near, apart)
         b.position_at_end(near)
-        b.cbranch(self._plain(first), end, apart)
+        if self.deed == "write ends":
+            b.branch(end)
+        else:
+            plain = b.and_(
+                self._untouched(first), b.and_(self._all_known("writer", first), self._all_known("reader", first))
+            )
+            whole, divided = self._none_set("divided", first), b.append_basic_block()
+            b.cbranch(b.and_(plain, whole), end, divided)
+            b.position_at_end(divided)
+            b.cbranch(whole, apart, self._look_at_divided(first, end, apart))
         b.position_at_end(apart)
         with single() as granule:
             self._refuse(b.not_(self._inside(granule)))
@@ -123,16 +131,36 @@ class _GranuleAccess(MemoryCode):
         b.branch(end)
         b.position_at_end(end)
 
-    def _plain(self, first: Any) -> Any:
-        """Whether neighbours need no closer look."""
-        b = self.b
-        if self.deed == "write ends":
-            return ir.Constant(ir.IntType(1), 1)
+    def _look_at_divided(self, first: Any, plain: Any, apart: Any) -> Any:
+        """A block for neighbours that may all be divided alike: it goes on to `plain` if they need no closer look."""
+        b, began = self.b, self.b.block
+        made = b.append_basic_block()
+        b.position_at_end(made)
+        fine = self._untouched(first)
+        for name, bit in (("writer", WRITTEN), ("reader", READ)):
+            flags = b.and_(self._vector("divided", first, I8, _BYTES), ir.Constant(_BYTES, [bit] * _TOGETHER))
+            every, none = (self._same(flags, ir.Constant(_BYTES, [flag] * _TOGETHER)) for flag in (bit, 0))
+            alike = b.and_(none, self._all_known(name, first))
+            # To mark the bytes as read takes more than to mark neighbours.
+            if (self.deed, name) != ("read", "reader"):
+                byte = b.shl(first, number(2))
+                for i in range(0, GRANULE * _TOGETHER, _TOGETHER):
+                    every = b.and_(every, self._all_known(name, b.add(byte, number(i)), "byte_"))
+                alike = b.or_(alike, every)
+            fine = b.and_(fine, alike)
+        b.cbranch(fine, plain, apart)
+        b.position_at_end(began)
+        return made
+
+    def _untouched(self, first: Any) -> Any:
+        """Whether no copy into neighbours is in flight, and none that would be overwritten has many readers."""
         idle = self._all("in_flight", first, ir.Constant(I32, 0))
-        written = self._all("writer", first, b.load(self.writer, typ=I32))
-        read = self._all("reader", first, b.load(self.reader, typ=I32))
-        plain = b.and_(b.and_(idle, self._none_set("divided", first)), b.and_(written, read))
-        return plain if self.deed == "read" else b.and_(plain, self._none_set("many_readers", first))
+        return idle if self.deed == "read" else self.b.and_(idle, self._none_set("many_readers", first))
+
+    def _all_known(self, name: str, first: Any, unit: str = "") -> Any:
+        """Whether all writers or readers of neighbours are the one that was last found to be in order."""
+        last = self.writer if name == "writer" else self.reader
+        return self._all(unit + name, first, self.b.load(last, typ=I32))
 
     def _none_set(self, name: str, first: Any) -> Any:
         return self._same(self._vector(name, first, I8, _BYTES), ir.Constant(_BYTES, [0] * _TOGETHER))
@@ -150,7 +178,8 @@ class _GranuleAccess(MemoryCode):
                 self._look_at_writer(self._marks_of(granule))
                 self._look_at_reader(self._marks_of(granule))
             with apart:
-                self._set(self.apart, number(1))
+                read = b.zext(b.and_(divided, ir.Constant(I8, READ)), I64)
+                self._set(self.apart, b.or_(self._value(self.apart), read))
                 with self._bytes_of(granule) as byte:
                     self._look_at_writer(self._marks_at(granule, byte, divided))
                     self._look_at_reader(self._marks_at(granule, byte, divided))

@@ -41,7 +41,9 @@ class Marks:
         return cls(unit, np.zeros(cells, np.int32), np.zeros(cells, np.int32), LaneMarks(cells))
 
     @property
-    def arrays(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int8], npt.NDArray[np.int32]]:
+    def arrays(
+        self,
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int8], npt.NDArray[np.int32]]:
         """Stamps, lines, lanes and meetings: the order of access_code.SHARED_FIELDS."""
         return self.stamp, self.line, self.lanes.lane, self.lanes.met
 

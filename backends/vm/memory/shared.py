@@ -347,9 +347,9 @@ class SharedMemory:
         if not self.readers or not count_nonzero(self.many_readers[granules]):
             return
         narrow = index is not None and index.shape[1] < GRANULE
-        bits = np.bitwise_or.reduce(1 << index % GRANULE, axis=1)[:, None] if narrow else EVERY_BYTE
+        bits = EVERY_BYTE if index is None else np.bitwise_or.reduce(1 << index % GRANULE, axis=1)[:, None]
         for agent, (epochs, lines, read) in sorted(self.readers.items()):
-            late = (epochs[granules] > clock.seen[agent]) & ((read[granules] & bits) != 0 if narrow else True)
+            late = (epochs[granules] > clock.seen[agent]) & ((read[granules] & bits) != 0)
             if count_nonzero(late):
                 for lane, at, line in _one_a_line(granules, late, lines):
                     self._collide(lane, self.reads.granules, at, "overwritten",
@@ -376,11 +376,13 @@ class SharedMemory:
         # The four warps of a wgmma read under one stamp.
         if late is not None and count_nonzero(late := late & (found != stamp)):
             self._keep(marks, cells[late])
-        alone = narrow or marks is self.reads.granules
-        for marks, cells in ((marks, cells),) if alone else ((marks, cells), (self.reads.granules, granules)):
-            marks.note(cells, stamp, line)
+        noted = [(marks, cells)] if narrow or marks is self.reads.granules else [
+            (marks, cells), (self.reads.granules, granules)
+        ]  # fmt: skip
+        for where, at in noted:
+            where.note(at, stamp, line)
             if by is not None:
-                marks.lanes.note(cells, *by)
+                where.lanes.note(at, *by)
 
     def _keep(self, marks: Marks, cells: Cells) -> None:
         """Keep the readings of `cells` in `readers`: of each agent and granule the last epoch, the last line then, and
@@ -462,7 +464,9 @@ class SharedMemory:
             who = "a copy" if line in self.copied else self.agents.name(agent)
             if line in relied:
                 self.unfenced_overwrites += 1
-                self._report_relied(f"{what} the word that the tcgen05.alloc of {who} wrote", address, who, "wrote", line)
+                self._report_relied(
+                    f"{what} the word that the tcgen05.alloc of {who} wrote", address, who, "wrote", line
+                )
                 continue
             copied = (agent >= self.agents.first_copy or line in self.copied) and ("tcgen05" in what or "wgmma" in what)
             rule = "copy-missing-proxy-fence" if copied else "missing-proxy-fence"

@@ -57,7 +57,6 @@ def _deed(draw: np.random.Generator, memory: SharedMemory, clocks: list[Clock]) 
         return lambda: memory.async_write_ends(granules, mark, line)
     offsets = RESERVED + 4 * draw.permutation(_BYTES // 4)[:8]
     if chosen < 0.9:
-
         width = int(draw.choice([1, 2, 4]))
 
         def load() -> object:
