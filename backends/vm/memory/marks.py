@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from backends.vm.counting import count_nonzero
 from backends.vm.memory.clocks import Stamps
 from backends.vm.memory.lanes import LaneMarks
 
@@ -77,7 +78,7 @@ class Divided:
         if not self.of_bytes.stamp.size:
             return self.granules, granules
         divided = (self.flags[granules] & self.bit) != 0
-        if not divided.any():
+        if not count_nonzero(divided):
             return self.granules, granules
         # The marks of the bytes of undivided granules mean nothing, so they may hold what finest needs.
         self._spread(granules[~divided])

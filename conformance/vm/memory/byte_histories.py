@@ -49,7 +49,7 @@ class Bulk:
 
 @dataclass(frozen=True)
 class Step:
-    """What orders: `giver` releases to `taker`, or the lanes of `giver` meet, or it waits for all copies.
+    """What orders: `giver` releases to `taker`, or the lanes of `giver` meet, or it waits for all copies, which come after what their warps have seen.
 
     `lanes`: those that release, as bits.
     """
@@ -111,7 +111,7 @@ class Run:
         self.clocks = [Clock.zero(self.agents.count) for _ in range(WARPS)]
         for warp, clock in enumerate(self.clocks):
             clock.seen[warp] = 1
-        self.meetings, self.serial = [1] * WARPS, 0
+        self.meetings, self.serial, self.landed = [1] * WARPS, 0, Clock.zero(self.agents.count)
 
     def play(self, events: list[Event], stop: Callable[[list[Fault]], bool] = lambda _: False) -> None:
         """Run `events` until `stop` holds for the findings of one."""
@@ -143,7 +143,8 @@ class Run:
         elif event.does == "meet":
             self.meetings[event.giver] += 1
         elif event.does == "wait":
-            self.clocks[event.giver].seen[[self.agents.first_engine, self.agents.first_copy]] = self.serial
+            self.clocks[event.giver].join(self.landed)
+            self.meetings[event.giver] += 1
         else:
             self._release(event)
 
@@ -161,6 +162,8 @@ class Run:
         clock, granules = self.clocks[event.warp], event.granules + RESERVED // GRANULE
         clock.fence_proxy()
         self.serial += 1
+        self.landed.join(clock)
+        self.landed.seen[[self.agents.first_engine, self.agents.first_copy]] = self.serial
         if event.reads:
             self.memory.async_read(granules, clock, stamp(self.agents.first_engine, self.serial), "the tensor core")
             return

@@ -45,7 +45,7 @@ class Model:
     def __init__(self) -> None:
         self.bytes = [Byte() for _ in range(BYTES)]
         self.seen = [[int(i == j) for j in range(WARPS + 2)] for i in range(WARPS)]
-        self.meetings, self.serial, self.time = [1] * WARPS, 0, 0
+        self.meetings, self.serial, self.time, self.landed = [1] * WARPS, 0, 0, [0] * (WARPS + 2)
 
     def do(self, event: Event) -> tuple[set[int], set[int], set[int]]:
         """Judge and perform one event."""
@@ -55,6 +55,8 @@ class Model:
             return set(), set(), set()
         if isinstance(event, Bulk):
             self.serial += 1
+            self.landed = _joined(self.landed, self.seen[event.warp])
+            self.landed[ENGINE:] = [self.serial, self.serial]
             at = [4 * int(one) + i for one in event.granules for i in range(4)]
             return self._bulk(event, at)
         return self._store(event) if event.stores else self._load(event)
@@ -62,12 +64,13 @@ class Model:
     def _order(self, step: Step) -> None:
         giver, taker = step.giver, step.taker
         if step.does == "wait":
-            self.seen[giver][ENGINE:] = [self.serial, self.serial]
+            self.seen[giver] = _joined(self.seen[giver], self.landed)
+            self.meetings[giver] += 1
         elif step.does == "meet":
             self.meetings[giver] += 1
         else:
             if giver != taker:
-                self.seen[taker] = [max(pair) for pair in zip(self.seen[giver], self.seen[taker], strict=True)]
+                self.seen[taker] = _joined(self.seen[taker], self.seen[giver])
                 self.meetings[taker] += 1
             self.seen[giver][giver] += 1
 
@@ -139,6 +142,10 @@ class Model:
             one.writer, one.written, one.lane, one.value, one.since = event.warp, own, int(lane), value, self.time
             one.met = 0 if event.strong else self.meetings[event.warp]
         return must, may | must, set()
+
+
+def _joined(one: list[int], other: list[int]) -> list[int]:
+    return [max(pair) for pair in zip(one, other, strict=True)]
 
 
 def _raced(found: list[Fault]) -> list[Fault]:
