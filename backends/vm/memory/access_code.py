@@ -133,7 +133,7 @@ class MemoryCode:
         self.clock = clock
         self.place = {name: self.at(place, i, I64) for i, name in enumerate(names)}
         self._known = self._variable(I64)
-        # Whether a granule that has been looked at is divided.
+        # Whether some granule that has been looked at is divided, so that its bytes must be marked.
         self.apart = self._variable(I64)
 
     def _end(self, answer: Any) -> None:
@@ -316,9 +316,7 @@ class MemoryCode:
             # The mark of the granule is old, and not to be kept.
             self.put(self._pointer("reader"), granule, mark, I32)
 
-    def _note_byte_read(
-        self, granule: Any, byte: Any, mark: Any, line: Any, by: tuple[Any, Any] | None = None
-    ) -> None:  # fmt: skip
+    def _note_byte_read(self, granule: Any, byte: Any, mark: Any, line: Any, by: tuple[Any, Any] | None = None) -> None:
         """As _note_reader, for a byte of a divided granule."""
         b = self.b
         bit = b.shl(ir.Constant(I32, 1), b.and_(b.trunc(byte, I32), ir.Constant(I32, GRANULE - 1)))
@@ -338,8 +336,8 @@ class MemoryCode:
                 before, known, read = (self.at(kept, row, I32) for row in rows)
                 newer, same = b.icmp_signed(">", epoch, before), b.icmp_signed("==", epoch, before)
                 later = b.or_(newer, b.and_(same, b.icmp_signed(">", line, known)))
-                all_ = b.select(newer, bits, b.select(same, b.or_(read, bits), read))
-                values = (b.select(newer, epoch, before), b.select(later, line, known), all_)
+                every = b.select(newer, bits, b.select(same, b.or_(read, bits), read))
+                values = (b.select(newer, epoch, before), b.select(later, line, known), every)
                 for row, value in zip(rows, values, strict=True):
                     self.put(kept, row, value, I32)
 
