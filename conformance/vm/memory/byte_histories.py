@@ -49,7 +49,7 @@ class Bulk:
 
 @dataclass(frozen=True)
 class Step:
-    """What orders: `giver` releases to `taker`, or the lanes of `giver` meet, or it waits for all copies, which come after what their warps have seen.
+    """What orders: `giver` releases to `taker`, or its lanes meet, or it waits for all copies and what came before them.
 
     `lanes`: those that release, as bits.
     """
