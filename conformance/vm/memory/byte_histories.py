@@ -49,7 +49,7 @@ class Bulk:
 
 @dataclass(frozen=True)
 class Step:
-    """What orders: `giver` releases to `taker`, or its lanes meet, or it waits for all copies and what came before them.
+    """What orders: `giver` releases to `taker`, its lanes meet, or it waits for all copies and what was before them.
 
     `lanes`: those that release, as bits.
     """
