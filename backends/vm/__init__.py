@@ -46,13 +46,15 @@ It does NOT notice, and why:
 - That a wait for a phase says nothing about the copies of earlier phases at the same mbarrier: phases complete in
   order.
 - Between lanes of one warp, races other than a read of what another lane wrote.
-- Races in a 4-byte granule of shared memory of which a warp stores one or two bytes while nothing orders that after
-  another warp's access: each may own other bytes of it. From then on neither its readers nor its writers are checked,
-  until somebody stores a whole granule. Copies and the tensor core access whole granules, so they are checked. Threads
-  that write the value that is there do not race (PTX ISA 8.7.2).
+- In shared memory, where races are judged by byte (memory/marks.py), a race with a write of the value that is there
+  already. Threads that write it do not race (PTX ISA 8.7.2), and whoever comes later is held only to the last of them.
+- A store of one or two bytes of shared memory over what a warp has read, if another warp has read these bytes since
+  with no order between the two, and then the first warp has read other bytes of the 4-byte granule in a later epoch. Of
+  each reader besides the last, one reading of a granule is kept.
 - That another lane's arrival or release gives back what a lane still reads, unless it was the last reader of a granule
-  of shared memory (a mark holds one). In global memory readers are known by warp. What a lane has read before it ended
-  counts as ordered, and a row of ldmatrix counts as read by the lane that gives its address.
+  of shared memory, or of a byte where that is finer (a mark holds one). In global memory readers are known by warp.
+  What a lane has read before it ended counts as ordered, and a row of ldmatrix counts as read by the lane that gives
+  its address.
 - Lanes of a warp that meet in part, or where one waits or acquires and another one releases without having met it.
   Meetings are counted by warp, and what may order some lanes counts for all, so that no finding is wrong: a wait by one
   lane counts as a meeting for what the others stored or read before it, and so do shfl.sync, votes, wgmma and tcgen05

@@ -14,6 +14,7 @@ from llvmlite import ir
 from backends.vm.counting import address_of, word_at
 from backends.vm.memory.clocks import EPOCH_BITS, EPOCH_MASK
 from backends.vm.memory.definedness import DEFINED
+from backends.vm.memory.marks import EVERY_BYTE, GRANULE, READ, WRITTEN
 from backends.vm.numerics.compiled import ENTRY, linked
 
 NO: Final = -1
@@ -23,10 +24,14 @@ NO_ROOM: Final = -2
 I8, I32, I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 POINTER: Final = ir.PointerType()
 
+WRITE_MARKS: Final = ("writer", "writer_line", "lane", "met")
+READ_MARKS: Final = ("reader", "reader_line", "read_lane", "read_met")
+_BYTE_MARKS: Final = tuple(f"byte_{name}" for name in (*WRITE_MARKS, *READ_MARKS))
+BYTE_FIELDS: Final = len(_BYTE_MARKS)
+"""The last fields of a place in shared memory: 0 until there are marks of bytes."""
 SHARED_FIELDS: Final = (
-    "first", "end", "data", "defined", "in_flight", "writer", "reader", "writer_line", "reader_line", "contested",
-    "many_readers", "lane", "met", "partial", "readers", "granules", "read_lane", "read_met", "read_partial",
-    "last_reads",
+    "first", "end", "data", "defined", "in_flight", "divided", "many_readers", "partial", "read_partial", "last_reads",
+    "readers", "granules", *WRITE_MARKS, *READ_MARKS, *_BYTE_MARKS,
 )  # fmt: skip
 GLOBAL_FIELDS: Final = (
     "end", "data", "state", "shadow_base", "shift", "writer", "reader", "writer_line", "reader_line", "constant_line",
@@ -56,6 +61,11 @@ class MemoryWords:
         words = [address_of(one) if isinstance(one, np.ndarray) else one or 0 for one in fields]
         self._words = np.array(words, np.int64)
         self.address: int = address_of(self._words)
+
+    def tell_last(self, *fields: npt.NDArray[Any]) -> None:
+        """Replace the last fields by arrays."""
+        self.fields = (*self.fields[: -len(fields)], *fields)
+        self._words[-len(fields) :] = [address_of(one) for one in fields]
 
 
 def number(value: int) -> ir.Constant:
@@ -102,6 +112,15 @@ class OnDemand(Generic[Made]):
         return self._made
 
 
+Found = Callable[[str], Any]
+"""The value of a mark by its name, one of WRITE_MARKS and READ_MARKS."""
+
+
+def _kind(name: str) -> ir.IntType:
+    """The type of a mark."""
+    return I8 if name in ("lane", "read_lane") else I32
+
+
 class MemoryCode:
     """Writes a function that checks the memory `place`, with fields `names`, and jumps to `no` to refuse.
 
@@ -114,6 +133,8 @@ class MemoryCode:
         self.clock = clock
         self.place = {name: self.at(place, i, I64) for i, name in enumerate(names)}
         self._known = self._variable(I64)
+        # Whether some granule that has been looked at is divided, so that its bytes must be marked.
+        self.apart = self._variable(I64)
 
     def _end(self, answer: Any) -> None:
         """Return `answer`, and NO from the refusing block."""
@@ -184,11 +205,50 @@ class MemoryCode:
     def _agent(self, stamp: Any) -> Any:
         return self.b.sext(self.b.ashr(stamp, ir.Constant(I32, EPOCH_BITS)), I64)
 
-    def _given_back_alone(self, granule: Any, reader: Any) -> Any:
-        """Whether the last reader of a granule of shared memory has lanes that have read and not released it."""
-        met = self._of("read_met", granule, I32)
-        return self.b.and_(self._set_in("read_partial", self._agent(reader)),
-                           self.b.icmp_signed(">", met, ir.Constant(I32, 0)))  # fmt: skip
+    # Marks of granules and bytes of shared memory.
+
+    def _marks_of(self, granule: Any) -> Found:
+        """The marks of a granule."""
+        return lambda name: self._of(name, granule, _kind(name))
+
+    def _marks_at(self, granule: Any, byte: Any, divided: Any) -> Found:
+        """The marks of a byte; those of its granule where the flags `divided` say so."""
+        b = self.b
+
+        def found(name: str) -> Any:
+            bit = ir.Constant(I8, READ if name in READ_MARKS else WRITTEN)
+            own = b.icmp_unsigned("!=", b.and_(divided, bit), ir.Constant(I8, 0))
+            kind = _kind(name)
+            return b.select(own, self._of(f"byte_{name}", byte, kind), self._of(name, granule, kind))
+
+        return found
+
+    def _none_apart(self) -> Any:
+        return self.b.icmp_signed("==", self._value(self.apart), number(0))
+
+    @contextmanager
+    def _bytes_of(self, granule: Any) -> Iterator[Any]:
+        """For each byte of a granule."""
+        first = self.b.shl(granule, number(2))
+        with self._each(first, self.b.add(first, number(GRANULE - 1))) as byte:
+            yield byte
+
+    def _divide(self, granule: Any, bit: int) -> None:
+        """Do as Divided.divide."""
+        b, flag = self.b, ir.Constant(I8, bit)
+        divided = self._of("divided", granule, I8)
+        with b.if_then(b.icmp_unsigned("==", b.and_(divided, flag), ir.Constant(I8, 0))):
+            first = b.shl(granule, number(2))
+            for name in READ_MARKS if bit == READ else WRITE_MARKS:
+                value = self._marks_of(granule)(name)
+                for i in range(GRANULE):
+                    self.put(self._pointer(f"byte_{name}"), b.add(first, number(i)), value, _kind(name))
+            self.put(self._pointer("divided"), granule, b.or_(divided, flag), I8)
+
+    def _given_back_alone(self, found: Found) -> Any:
+        """Whether a last reader in shared memory has lanes that have read and not released it."""
+        return self.b.and_(self._set_in("read_partial", self._agent(found("reader"))),
+                           self.b.icmp_signed(">", found("read_met"), ir.Constant(I32, 0)))  # fmt: skip
 
     @contextmanager
     def _kept_readers(self) -> Iterator[tuple[Any, Any]]:
@@ -200,11 +260,21 @@ class MemoryCode:
             where = self.at(readers, b.add(first, number(2)), I64)
             yield self.at(readers, b.add(first, number(1)), I64), b.inttoptr(where, POINTER)
 
-    def _check_kept(self, granule: Any) -> None:
-        """Refuse if a kept reading of a granule is not ordered before."""
-        with self.b.if_then(self._set_in("many_readers", granule)), self._kept_readers() as (agent, kept):
-            epoch = self.b.sext(self.at(kept, granule, I32), I64)
-            self._refuse(self.b.icmp_signed(">", epoch, self.at(self.clock, agent, I64)))
+    def _kept_rows(self, granule: Any) -> list[Any]:
+        """Where kept readings have the epoch, the line and the bytes of a granule."""
+        granules = self.place["granules"]
+        return [granule, self.b.add(granule, granules), self.b.add(granule, self.b.shl(granules, number(1)))]
+
+    def _check_kept(self, granule: Any, bits: Any = None) -> None:
+        """Refuse if a kept reading of a granule, or of those of its bytes that are set in `bits`, is not ordered
+        before."""
+        b = self.b
+        with b.if_then(self._set_in("many_readers", granule)), self._kept_readers() as (agent, kept):
+            late = b.icmp_signed(">", b.sext(self.at(kept, granule, I32), I64), self.at(self.clock, agent, I64))
+            if bits is not None:
+                read = b.and_(bits, self.at(kept, self._kept_rows(granule)[2], I32))
+                late = b.and_(late, b.icmp_signed("!=", read, ir.Constant(I32, 0)))
+            self._refuse(late)
 
     def _forget_kept(self, granule: Any) -> None:
         """Drop the kept readings of a granule."""
@@ -212,7 +282,7 @@ class MemoryCode:
         with b.if_then(self._set_in("many_readers", granule)):
             self.put(self._pointer("many_readers"), granule, ir.Constant(I8, 0), I8)
             with self._kept_readers() as (_, kept):
-                for row in (granule, b.add(granule, self.place["granules"])):
+                for row in self._kept_rows(granule):
                     self.put(kept, row, zero, I32)
 
     def _check_keepable(self, reader: Any, mark: Any) -> None:
@@ -227,18 +297,49 @@ class MemoryCode:
             with b.if_then(b.icmp_signed("==", self._value(found), number(0))):
                 b.ret(b.sub(number(NO_ROOM), self._agent(reader)))
 
-    def _note_reader(self, granule: Any, mark: Any, line: Any) -> None:
-        """Record a read of a granule by the agent of `mark`. A last reader that nothing orders before it is kept."""
-        b, reader = self.b, self._of("reader", granule, I32)
+    def _note_reader(self, granule: Any, mark: Any, line: Any, by: tuple[Any, Any] | None = None) -> None:
+        """Record a read of a granule by the agent of `mark`. A last reader that nothing orders before it is kept.
+
+        `by`: the lane (8 bits) and the meetings of its warp (32 bits).
+        """
+        self._keep_reader(granule, self._marks_of(granule), mark, ir.Constant(I32, EVERY_BYTE))
+        for name, value in zip(READ_MARKS, (mark, line, *(by or ())), strict=False):
+            self.put(self._pointer(name), granule, value, _kind(name))
+
+    def _note_bytes_read(self, granule: Any, mark: Any, line: Any, by: tuple[Any, Any] | None = None) -> None:
+        """To call before _note_reader: record the read of all bytes of a granule, if it is divided."""
+        b = self.b
+        divided = b.and_(self._of("divided", granule, I8), ir.Constant(I8, READ))
+        with b.if_then(b.icmp_unsigned("!=", divided, ir.Constant(I8, 0))):
+            with self._bytes_of(granule) as byte:
+                self._note_byte_read(granule, byte, mark, line, by)
+            # The mark of the granule is old, and not to be kept.
+            self.put(self._pointer("reader"), granule, mark, I32)
+
+    def _note_byte_read(self, granule: Any, byte: Any, mark: Any, line: Any, by: tuple[Any, Any] | None = None) -> None:
+        """As _note_reader, for a byte of a divided granule."""
+        b = self.b
+        bit = b.shl(ir.Constant(I32, 1), b.and_(b.trunc(byte, I32), ir.Constant(I32, GRANULE - 1)))
+        self._keep_reader(granule, lambda name: self._of(f"byte_{name}", byte, _kind(name)), mark, bit)
+        for name, value in zip(READ_MARKS, (mark, line, *(by or ())), strict=False):
+            self.put(self._pointer(f"byte_{name}"), byte, value, _kind(name))
+
+    def _keep_reader(self, granule: Any, found: Found, mark: Any, bits: Any) -> None:
+        """Do as SharedMemory._keep with the last reader that has read the bytes `bits`, if it must be kept beside
+        `mark`."""
+        b, reader = self.b, found("reader")
         with b.if_then(self._kept_beside(reader, mark)):
             self.put(self._pointer("many_readers"), granule, ir.Constant(I8, 1), I8)
             with self._kept_readers() as (agent, kept), b.if_then(b.icmp_signed("==", agent, self._agent(reader))):
-                epoch, before = b.and_(reader, ir.Constant(I32, EPOCH_MASK)), self.at(kept, granule, I32)
-                self.put(kept, granule, b.select(b.icmp_signed(">", epoch, before), epoch, before), I32)
-                row = b.add(granule, self.place["granules"])
-                self.put(kept, row, self._of("reader_line", granule, I32), I32)
-        self.put(self._pointer("reader"), granule, mark, I32)
-        self.put(self._pointer("reader_line"), granule, line, I32)
+                epoch, line = b.and_(reader, ir.Constant(I32, EPOCH_MASK)), found("reader_line")
+                rows = self._kept_rows(granule)
+                before, known, read = (self.at(kept, row, I32) for row in rows)
+                newer, same = b.icmp_signed(">", epoch, before), b.icmp_signed("==", epoch, before)
+                later = b.or_(newer, b.and_(same, b.icmp_signed(">", line, known)))
+                every = b.select(newer, bits, b.select(same, b.or_(read, bits), read))
+                values = (b.select(newer, epoch, before), b.select(later, line, known), every)
+                for row, value in zip(rows, values, strict=True):
+                    self.put(kept, row, value, I32)
 
     def _kept_beside(self, reader: Any, mark: Any) -> Any:
         return self.b.and_(self.b.icmp_signed("!=", reader, mark), self._late(reader))

@@ -24,6 +24,8 @@ from backends.vm.memory.access_code import (
     I64,
     POINTER,
     SHARED_FIELDS,
+    WRITE_MARKS,
+    Found,
     MemoryCode,
     callable_of,
     defined,
@@ -31,6 +33,7 @@ from backends.vm.memory.access_code import (
 )
 from backends.vm.memory.clocks import CLUSTER_SHIFT
 from backends.vm.memory.lane_releases import LANE_BITS
+from backends.vm.memory.marks import GRANULE, READ, WRITTEN
 
 LANES: Final = 32
 BANKS: Final = 32
@@ -90,6 +93,7 @@ class _Access(MemoryCode):
     def __init__(self, kind: Kind, function: ir.Function) -> None:
         self.kind = kind
         self.shared = kind.memory == "shared"
+        self.narrow = self.shared and kind.size < GRANULE
         self.program, self.bounds, self.mask, place, clock, self.base, self.mark, self.met, self.agent = function.args
         super().__init__(function, place, SHARED_FIELDS if self.shared else GLOBAL_FIELDS, clock)
         b = self.b
@@ -107,10 +111,12 @@ class _Access(MemoryCode):
         waiting = self._variable(I64)
         if banks is not None:
             self._clear(banks)
+        if self.narrow:
+            self._refuse(b.icmp_signed("==", self.place["byte_writer"], number(0)))
         with self._lanes() as lane:
             at = self._checked(lane)
             with self._granules(at) as granule:
-                self._look_at(granule, lane)
+                self._look_at(granule, lane, at)
             if not self.kind.stores:
                 self._look_for_undefined(at)
             if banks is not None:
@@ -120,10 +126,17 @@ class _Access(MemoryCode):
             self._set(served, b.add(self._value(served), b.zext(left, I64)))
             if not self.kind.stores:
                 self._note_reading_lanes()
+        if self.shared and not self.narrow:
+            with (
+                b.if_then(b.not_(self._none_apart()), likely=False),
+                self._lanes() as lane,
+                self._granules(self._place_of(lane)) as granule,
+            ):
+                self._mark_divided(granule, lane)
         with self._lanes() as lane:
             at = self._place_of(lane)
             with self._granules(at) as granule:
-                self._mark(granule, lane)
+                self._mark(granule, lane, at)
             self._move(lane, at)
         answer = b.or_(self._value(self.undefined), b.shl(self._value(self.conflict), number(1)))
         self._end(b.or_(answer, b.shl(self._value(served), number(SERVED_SHIFT))))
@@ -146,10 +159,10 @@ class _Access(MemoryCode):
         self._refuse(b.or_(bad, b.icmp_signed("!=", b.and_(address, number(size - 1)), number(0))))
         return at
 
-    def _look_at(self, granule: Any, lane: Any) -> None:
+    def _look_at(self, granule: Any, lane: Any, at: Any) -> None:
         """Refuse if the last accesses of a granule are not plainly in order."""
         if self.shared:
-            self._look_at_shared(granule, lane)
+            self._look_at_shared(granule, lane, at)
             return
         b = self.b
         if self.kind.constant:
@@ -162,45 +175,59 @@ class _Access(MemoryCode):
                 self._refuse(foreign)
                 stamp = b.trunc(found, I32)
                 self._refuse(self._late(stamp))
-                self._refuse(self._released_alone(granule, stamp) if self.kind.stores else
-                             self._loose(granule, lane, stamp))  # fmt: skip
+                marks = self._marks_of(granule)
+                self._refuse(self._released_alone(marks, stamp) if self.kind.stores else
+                             self._loose(marks, lane, stamp))  # fmt: skip
 
-    def _look_at_shared(self, granule: Any, lane: Any) -> None:
-        b = self.b
-        bad = b.icmp_signed("!=", self._of("in_flight", granule, I32), ir.Constant(I32, 0))
-        writer = self._of("writer", granule, I32)
-        late = self._late(writer)
-        if not (self.kind.stores and self.kind.size < 4):
-            late = b.and_(late, b.not_(self._set_in("contested", granule)))
-        bad = b.or_(bad, late)
-        reader = self._of("reader", granule, I32)
+    def _look_at_shared(self, granule: Any, lane: Any, at: Any) -> None:
+        b, none = self.b, ir.Constant(I8, 0)
+        busy = b.icmp_signed("!=", self._of("in_flight", granule, I32), ir.Constant(I32, 0))
+        divided = self._of("divided", granule, I8)
+        with b.if_else(b.icmp_unsigned("==", divided, none), likely=True) as (whole, apart):
+            with whole:
+                self._look_at_marks(self._marks_of(granule), lane, busy)
+            with apart:
+                self._set(self.apart, number(1))
+                if self.narrow:
+                    for byte in self._own(at):
+                        self._look_at_marks(self._marks_at(granule, byte, divided), lane, busy)
+                else:
+                    with self._bytes_of(granule) as byte:
+                        self._look_at_marks(self._marks_at(granule, byte, divided), lane, busy)
         if self.kind.stores:
-            bad = b.or_(bad, self._late(reader))
-            if self.kind.size < 4:
-                bad = b.or_(bad, self._set_in("many_readers", granule))
-            else:
-                bad = b.or_(bad, self._given_back_alone(granule, reader))
-        else:
-            bad = b.or_(bad, self._loose(granule, lane, writer))
-        self._refuse(bad)
-        if not self.kind.stores:
-            self._check_keepable(reader, b.trunc(self.mark, I32))
-        elif self.kind.size >= 4:
-            self._check_kept(granule)
+            self._check_kept(granule, self._bits(at) if self.narrow else None)
 
-    def _loose(self, granule: Any, lane: Any, writer: Any) -> Any:
+    def _look_at_marks(self, found: Found, lane: Any, busy: Any) -> None:
+        b, writer = self.b, found("writer")
+        bad = b.or_(busy, self._late(writer))
+        if self.kind.stores:
+            bad = b.or_(bad, self._late(found("reader")))
+            self._refuse(b.or_(bad, self._given_back_alone(found)))
+        else:
+            self._refuse(b.or_(bad, self._loose(found, lane, writer)))
+            self._check_keepable(found("reader"), b.trunc(self.mark, I32))
+
+    def _own(self, at: Any) -> list[Any]:
+        """The bytes of a narrow access."""
+        return [self.b.add(at, number(i)) for i in range(self.kind.size)]
+
+    def _bits(self, at: Any) -> Any:
+        """The bytes of its granule that a narrow access reaches, as bits."""
+        own = ir.Constant(I32, (1 << self.kind.size) - 1)
+        return self.b.shl(own, self.b.trunc(self.b.and_(at, number(GRANULE - 1)), I32))
+
+    def _loose(self, found: Found, lane: Any, writer: Any) -> Any:
         """Whether another lane of the warp wrote a granule since they last met, or its writer has lanes that released
         alone."""
         b, by = self.b, self._agent(writer)
-        other = b.icmp_signed("!=", self.at(self._pointer("lane"), granule, I8), b.trunc(lane, I8))
+        other = b.icmp_signed("!=", found("lane"), b.trunc(lane, I8))
         own = b.icmp_signed("==", by, self.agent)
-        since = b.icmp_signed("==", b.sext(self._of("met", granule, I32), I64), self.met)
-        return b.or_(b.and_(b.and_(other, own), since), self._released_alone(granule, writer))
+        since = b.icmp_signed("==", b.sext(found("met"), I64), self.met)
+        return b.or_(b.and_(b.and_(other, own), since), self._released_alone(found, writer))
 
-    def _released_alone(self, granule: Any, writer: Any) -> Any:
-        met = self._of("met", granule, I32)
+    def _released_alone(self, found: Found, writer: Any) -> Any:
         return self.b.and_(self._set_in("partial", self._agent(writer)),
-                           self.b.icmp_signed(">", met, ir.Constant(I32, 0)))  # fmt: skip
+                           self.b.icmp_signed(">", found("met"), ir.Constant(I32, 0)))  # fmt: skip
 
     def _look_for_undefined(self, at: Any) -> None:
         """Record whether a byte is undefined."""
@@ -247,34 +274,47 @@ class _Access(MemoryCode):
 
     # The effects of an access.
 
-    def _mark(self, granule: Any, lane: Any) -> None:
+    def _mark(self, granule: Any, lane: Any, at: Any) -> None:
         b = self.b
+        by = b.trunc(lane, I8), b.trunc(self.met, I32)
         if not self.shared:
             own = "writer" if self.kind.stores else "reader"
             with b.if_then(b.icmp_signed("!=", self.place[own], number(0))):
                 self.put(self._pointer(own), granule, self.mark, I64)
                 self.put(self._pointer(f"{own}_line"), granule, self.line, I32)
                 if self.kind.stores:
-                    self._note_lane(granule, lane, self.met)
+                    self.put(self._pointer("lane"), granule, by[0], I8)
+                    self.put(self._pointer("met"), granule, by[1], I32)
             if self.kind.constant:
                 self.put(self._pointer("constant_line"), granule, self.line, I32)
             return
         mark = b.trunc(self.mark, I32)
-        if not self.kind.stores:
-            self._note_reader(granule, mark, self.line)
-            self._note_lane(granule, lane, self.met, "read_")
-            return
-        self.put(self._pointer("writer"), granule, mark, I32)
-        self.put(self._pointer("writer_line"), granule, self.line, I32)
-        whole = self.kind.size >= 4
-        self._note_lane(granule, lane, self.met if whole else number(0))
-        if whole:
-            self.put(self._pointer("contested"), granule, ir.Constant(I8, 0), I8)
+        if self.narrow:
+            self._divide(granule, WRITTEN if self.kind.stores else READ)
+            for byte in self._own(at):
+                if self.kind.stores:
+                    self._note_writer("byte_", byte, (mark, self.line, *by))
+                else:
+                    self._note_byte_read(granule, byte, mark, self.line, by)
+        elif self.kind.stores:
+            self._note_writer("", granule, (mark, self.line, *by))
             self._forget_kept(granule)
+        else:
+            self._note_reader(granule, mark, self.line, by)
 
-    def _note_lane(self, granule: Any, lane: Any, met: Any, did: str = "") -> None:
-        self.put(self._pointer(f"{did}lane"), granule, self.b.trunc(lane, I8), I8)
-        self.put(self._pointer(f"{did}met"), granule, self.b.trunc(met, I32), I32)
+    def _mark_divided(self, granule: Any, lane: Any) -> None:
+        """To call before _mark, if a granule of a wider access may be divided."""
+        b = self.b
+        if self.kind.stores:
+            kept = b.and_(self._of("divided", granule, I8), ir.Constant(I8, READ))
+            self.put(self._pointer("divided"), granule, kept, I8)
+        else:
+            by = b.trunc(lane, I8), b.trunc(self.met, I32)
+            self._note_bytes_read(granule, b.trunc(self.mark, I32), self.line, by)
+
+    def _note_writer(self, unit: str, cell: Any, values: tuple[Any, ...]) -> None:
+        for name, value in zip(WRITE_MARKS, values, strict=True):
+            self.put(self._pointer(f"{unit}{name}"), cell, value, value.type)
 
     def _note_reading_lanes(self) -> None:
         """Do as LaneReads.read."""

@@ -18,12 +18,14 @@ from backends.vm.memory.access_code import (
     I32,
     I64,
     SHARED_FIELDS,
+    Found,
     MemoryCode,
     OnDemand,
     callable_of,
     defined,
     number,
 )
+from backends.vm.memory.marks import GRANULE, READ, WRITTEN
 
 WORTH: Final = 100
 """Calls by NumPy that take as long as compiling the machine code."""
@@ -105,54 +107,95 @@ class _GranuleAccess(MemoryCode):
     def _look(self, first: Any, neighbours: Any, single: Callable[[], Any]) -> None:
         b = self.b
         inside = b.and_(self._inside(first), self._inside(b.add(first, number(_TOGETHER - 1))))
-        near, end = b.append_basic_block(), b.append_basic_block()
-        apart = b.append_basic_block()
+        near, apart, end = (b.append_basic_block() for _ in range(3))
         b.cbranch(b.and_(neighbours, inside), near, apart)
         b.position_at_end(near)
-        b.cbranch(self._plain(first), end, apart)
+        if self.deed == "write ends":
+            b.branch(end)
+        else:
+            plain = b.and_(
+                self._untouched(first), b.and_(self._all_known("writer", first), self._all_known("reader", first))
+            )
+            whole, divided = self._none_set("divided", first), b.append_basic_block()
+            b.cbranch(b.and_(plain, whole), end, divided)
+            b.position_at_end(divided)
+            b.cbranch(whole, apart, self._look_at_divided(first, end, apart))
         b.position_at_end(apart)
         with single() as granule:
             self._refuse(b.not_(self._inside(granule)))
             if self.deed != "write ends":
                 self._refuse(b.icmp_signed("!=", self._of("in_flight", granule, I32), ir.Constant(I32, 0)))
-                self._look_at_writer(granule)
-                self._look_at_reader(granule)
+                self._look_at_marks(granule)
+                if self.deed == "write begins":
+                    self._check_kept(granule)
         b.branch(end)
         b.position_at_end(end)
 
-    def _plain(self, first: Any) -> Any:
-        """Whether neighbours need no closer look."""
-        b = self.b
-        if self.deed == "write ends":
-            return ir.Constant(ir.IntType(1), 1)
-        idle = self._all("in_flight", first, ir.Constant(I32, 0))
-        written = self._all("writer", first, b.load(self.writer, typ=I32))
-        read = self._all("reader", first, b.load(self.reader, typ=I32))
-        plain = b.and_(idle, b.and_(written, read))
-        return plain if self.deed == "read" else b.and_(plain, self._few_readers(first))
+    def _look_at_divided(self, first: Any, plain: Any, apart: Any) -> Any:
+        """A block for neighbours that may all be divided alike: it goes on to `plain` if they need no closer look."""
+        b, began = self.b, self.b.block
+        made = b.append_basic_block()
+        b.position_at_end(made)
+        fine = self._untouched(first)
+        for name, bit in (("writer", WRITTEN), ("reader", READ)):
+            flags = b.and_(self._vector("divided", first, I8, _BYTES), ir.Constant(_BYTES, [bit] * _TOGETHER))
+            every, none = (self._same(flags, ir.Constant(_BYTES, [flag] * _TOGETHER)) for flag in (bit, 0))
+            alike = b.and_(none, self._all_known(name, first))
+            # To mark the bytes as read takes more than to mark neighbours.
+            if (self.deed, name) != ("read", "reader"):
+                byte = b.shl(first, number(2))
+                for i in range(0, GRANULE * _TOGETHER, _TOGETHER):
+                    every = b.and_(every, self._all_known(name, b.add(byte, number(i)), "byte_"))
+                alike = b.or_(alike, every)
+            fine = b.and_(fine, alike)
+        b.cbranch(fine, plain, apart)
+        b.position_at_end(began)
+        return made
 
-    def _few_readers(self, first: Any) -> Any:
-        return self._same(self._vector("many_readers", first, I8, _BYTES), ir.Constant(_BYTES, [0] * _TOGETHER))
+    def _untouched(self, first: Any) -> Any:
+        """Whether no copy into neighbours is in flight, and none that would be overwritten has many readers."""
+        idle = self._all("in_flight", first, ir.Constant(I32, 0))
+        return idle if self.deed == "read" else self.b.and_(idle, self._none_set("many_readers", first))
+
+    def _all_known(self, name: str, first: Any, unit: str = "") -> Any:
+        """Whether all writers or readers of neighbours are the one that was last found to be in order."""
+        last = self.writer if name == "writer" else self.reader
+        return self._all(unit + name, first, self.b.load(last, typ=I32))
+
+    def _none_set(self, name: str, first: Any) -> Any:
+        return self._same(self._vector(name, first, I8, _BYTES), ir.Constant(_BYTES, [0] * _TOGETHER))
 
     def _inside(self, granule: Any) -> Any:
         b = self.b
         low = b.icmp_signed(">=", granule, b.ashr(self.place["first"], number(2)))
         return b.and_(low, b.icmp_signed("<", granule, b.ashr(self.place["end"], number(2))))
 
-    def _look_at_writer(self, granule: Any) -> None:
-        b, writer = self.b, self._of("writer", granule, I32)
-        late = self._late(writer)
-        met = self._of("met", granule, I32)
+    def _look_at_marks(self, granule: Any) -> None:
+        b, none = self.b, ir.Constant(I8, 0)
+        divided = self._of("divided", granule, I8)
+        with b.if_else(b.icmp_unsigned("==", divided, none), likely=True) as (whole, apart):
+            with whole:
+                self._look_at_writer(self._marks_of(granule))
+                self._look_at_reader(self._marks_of(granule))
+            with apart:
+                read = b.zext(b.and_(divided, ir.Constant(I8, READ)), I64)
+                self._set(self.apart, b.or_(self._value(self.apart), read))
+                with self._bytes_of(granule) as byte:
+                    self._look_at_writer(self._marks_at(granule, byte, divided))
+                    self._look_at_reader(self._marks_at(granule, byte, divided))
+
+    def _look_at_writer(self, found: Found) -> None:
+        b, writer = self.b, found("writer")
         partial = self._set_in("partial", self._agent(writer))
-        self._refuse(b.and_(late, b.not_(self._set_in("contested", granule))))
-        self._refuse(b.and_(partial, b.icmp_signed(">", met, ir.Constant(I32, 0))))
+        self._refuse(self._late(writer))
+        self._refuse(b.and_(partial, b.icmp_signed(">", found("met"), ir.Constant(I32, 0))))
         with b.if_then(b.not_(self.generic)):
             self._refuse(self._beyond(self.fenced, writer))
-        with b.if_then(b.not_(b.or_(late, partial))):
+        with b.if_then(b.not_(partial)):
             b.store(writer, self.writer)
 
-    def _look_at_reader(self, granule: Any) -> None:
-        b, reader = self.b, self._of("reader", granule, I32)
+    def _look_at_reader(self, found: Found) -> None:
+        b, reader = self.b, found("reader")
         if self.deed == "read":
             self._check_keepable(reader, self.mark)
             kept = self._kept_beside(reader, self.mark)
@@ -161,11 +204,10 @@ class _GranuleAccess(MemoryCode):
                 b.store(reader, self.reader)
             return
         self._refuse(self._late(reader))
-        self._check_kept(granule)
         with b.if_then(b.not_(self.generic)):
             warps = b.icmp_signed("<", self._agent(reader), self.engine)
             self._refuse(b.and_(warps, self._beyond(self.fenced, reader)))
-        self._refuse(self._given_back_alone(granule, reader))
+        self._refuse(self._given_back_alone(found))
         with b.if_then(b.not_(self._set_in("read_partial", self._agent(reader)))):
             b.store(reader, self.reader)
 
@@ -176,17 +218,19 @@ class _GranuleAccess(MemoryCode):
         together = neighbours
         if self.deed == "read":
             together = b.and_(together, b.icmp_signed("==", self._value(self.keeps), number(0)))
+            together = b.and_(together, self._none_apart())
         near, apart, end = (b.append_basic_block() for _ in range(3))
         b.cbranch(together, near, apart)
         b.position_at_end(near)
         self._mark(first, _TOGETHER)
         if self.deed == "write begins":
-            with b.if_then(b.not_(self._few_readers(first))), single() as granule:
+            with b.if_then(b.not_(self._none_set("many_readers", first))), single() as granule:
                 self._forget_kept(granule)
         b.branch(end)
         b.position_at_end(apart)
         with single() as granule:
             if self.deed == "read":
+                self._note_bytes_read(granule, self.mark, self.line)
                 self._note_reader(granule, self.mark, self.line)
             elif self.deed == "write begins":
                 self._forget_kept(granule)
@@ -207,7 +251,10 @@ class _GranuleAccess(MemoryCode):
             self._fill("in_flight", granule, self.line, count)
         else:
             self._fill("in_flight", granule, ir.Constant(I32, 0), count)
-            self._fill("contested", granule, ir.Constant(I8, 0), count)
+            kind = ir.IntType(8 * count)
+            place = b.gep(self._pointer("divided"), [granule], source_etype=I8)
+            kept = ir.Constant(kind, int.from_bytes(bytes([READ]) * count, "little"))
+            b.store(b.and_(b.load(place, typ=kind, align=1), kept), place, align=1)
             self._fill("writer", granule, self.mark, count)
             self._fill("writer_line", granule, self.line, count)
             place = b.gep(self._pointer("defined"), [b.shl(granule, number(2))], source_etype=I8)

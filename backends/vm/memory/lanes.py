@@ -21,10 +21,10 @@ Addresses = npt.NDArray[np.int64]
 
 
 class LaneMarks:
-    """By granule, about its last generic write (or read): `lane`, and `met`, how often its warp had met before.
+    """By granule or byte, about its last generic write (or read): `lane`, and `met`, how often its warp had met before.
 
     `lane` is -1 where all lanes wrote it together (stmatrix); a row of ldmatrix counts for the lane that gives its
-    address. `met` is 0 where it does not matter: no access, a strong one, or a write of less than a granule.
+    address. `met` is 0 where it does not matter: no access, or a strong one.
     """
 
     def __init__(self, granules: int) -> None:

@@ -1,7 +1,8 @@
 """Shared memory of one CTA: bytes, and for each byte or granule the state that silicon hides.
 
-The state is whether a byte is defined (it is undefined until written, and while it holds an undefined value), and for
-each 4-byte granule who wrote last, who read last (stamps of clocks.py) and whether a bulk copy into it is in flight.
+The state is whether a byte is defined (it is undefined until written, and while it holds an undefined value), for each
+4-byte granule (or byte, see marks.py) who wrote last and who read last, and whether a bulk copy into a granule is in
+flight.
 Bits 31..24 of a 32-bit shared address hold the CTA's rank in its cluster. The first 0x400 bytes are reserved (measured
 on an H200, facts.md 0.1).
 """
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from backends.vm.counting import address_of, count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, counted, report
 from backends.vm.memory import compiled_granules
-from backends.vm.memory.access_code import NO, NO_ROOM, MemoryWords
+from backends.vm.memory.access_code import BYTE_FIELDS, NO, NO_ROOM, MemoryWords
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
     Agents,
@@ -30,7 +31,7 @@ from backends.vm.memory.compiled_access import BANKS
 from backends.vm.memory.compiled_granules import Deed
 from backends.vm.memory.definedness import Mask, Missing, Origin, Sources
 from backends.vm.memory.lane_acquires import LaneAcquires
-from backends.vm.memory.lanes import LaneMarks
+from backends.vm.memory.marks import EVERY_BYTE, GRANULE, READ, WRITTEN, Cells, Divided, Marks, bytes_of
 from backends.vm.memory.pieces import read_pieces
 
 Bytes = npt.NDArray[np.uint8]
@@ -64,13 +65,13 @@ def dynamic_offset(static_size: int, align: int) -> int:
 class SharedMemory:
     """`size` bytes from offset 0, the reserved 0x400 included. Offsets below are addresses without rank bits.
 
-    `contested` granules hold bytes of several generic writers that nothing orders. Order among these writers is not
-    judged. `readers` holds readers other than the last: by agent, int32 epochs and PTX lines [2, granules].
-    `many_readers` marks those granules. `unfenced_overwrites` counts bulk copies over what threads have read with no
-    proxy fence in between. `allocs`: PTX lines of tcgen05.alloc, whose result word counts as such a read when a copy
-    overwrites it. `lanes`: the last writing lane of each granule; `reading_lanes`: the last reading one. `copied`: PTX
-    lines of cp.async whose threads have waited for them. `place`: this memory for compiled code; None when an observer
-    wants every access.
+    `writes` and `reads` mark the last writers and readers; `divided` says where they do so byte by byte. `readers`
+    holds readers other than the last: by agent, int32 [3, granules], the epoch of its last such reading, the PTX line,
+    and which bytes of the granule it has read then and another one since (bits). `many_readers` marks those granules.
+    `unfenced_overwrites` counts bulk copies over what threads have read with no proxy fence in between. `allocs`: PTX
+    lines of tcgen05.alloc, whose result word counts as such a read when a copy overwrites it. `copied`: PTX lines of
+    cp.async whose threads have waited for them. `place`: this memory for compiled code; None when an observer wants
+    every access.
     """
 
     def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
@@ -83,23 +84,20 @@ class SharedMemory:
         self.defined = np.zeros(padded, np.bool_)
         self.sources = Sources()
         self.in_flight = np.zeros(padded // 4, np.int32)
-        self.writer: Stamps = np.zeros(padded // 4, np.int32)
-        self.reader: Stamps = np.zeros(padded // 4, np.int32)
-        self.writer_line = np.zeros(padded // 4, np.int32)
-        self.reader_line = np.zeros(padded // 4, np.int32)
-        self.contested = np.zeros(padded // 4, np.bool_)
+        self.divided = np.zeros(padded // 4, np.uint8)
+        self.writes, self.reads = (
+            Divided(bit, self.divided, Marks.of(padded // 4, GRANULE)) for bit in (WRITTEN, READ)
+        )
         self.many_readers = np.zeros(padded // 4, np.bool_)
         self.readers: dict[int, npt.NDArray[np.int32]] = {}
         self._reader_words = np.zeros(1 + 2 * agents.count, np.int64)
         self.unfenced_overwrites = 0
         self.allocs: set[int] = set()
-        self.lanes, self.reading_lanes = LaneMarks(padded // 4), LaneMarks(padded // 4)
         self.copied: set[int] = set()
-        partial, reads, read_by = agents.releases.partial, agents.reads, self.reading_lanes
         self.place: MemoryWords | None = MemoryWords(
-            RESERVED, self.size, self.data, self.defined, self.in_flight, self.writer, self.reader, self.writer_line,
-            self.reader_line, self.contested, self.many_readers, self.lanes.lane, self.lanes.met, partial,
-            self._reader_words, self.reader.size, read_by.lane, read_by.met, reads.partial, reads.last,
+            RESERVED, self.size, self.data, self.defined, self.in_flight, self.divided, self.many_readers,
+            agents.releases.partial, agents.reads.partial, agents.reads.last, self._reader_words, self.divided.size,
+            *self.writes.granules.arrays, *self.reads.granules.arrays, *[None] * BYTE_FIELDS,
         )  # fmt: skip
 
     def check(self, offsets: Addresses, size: int, access: str) -> None:
@@ -135,9 +133,8 @@ class SharedMemory:
         defined = self.defined[index]
         if not strong:
             if not clash:
-                self._check_writers(granules, clock, "read")
-            self._note_readers(granules, clock, stamp)
-            self.reading_lanes.note(granules, lanes, meetings)
+                self._check_writers(granules, clock, "read", index)
+            self._note_readers(granules, clock, stamp, index, (lanes, meetings))
         return self.data[index], None if count_nonzero(defined) == defined.size else ~defined
 
     def check_lanes(self, offsets: Addresses, size: int, lanes: Addresses, by: tuple[int, int], action: str) -> None:
@@ -148,19 +145,27 @@ class SharedMemory:
         if lanes.size != offsets.size:
             return  # ldmatrix, which gathers the lanes
         agent, meetings = by
-        granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
-        if int(granules.min()) < 0 or int(granules.max()) >= self.writer.size:
+        found = self._accessed(self.writes, offsets, size)
+        if found is None:
             return  # an address that is a fault
-        foreign = self.lanes.foreign(granules, lanes, meetings)
+        marks, cells = found
+        foreign = marks.lanes.foreign(cells, lanes, meetings)
         if not count_nonzero(foreign):
             return
-        foreign &= agent_of(self.writer[granules]) == agent
-        for at, granule, line in list(_one_a_line(granules, foreign, self.writer_line)):
-            lane, by_lane = int(lanes[at or 0]), int(self.lanes.lane[granule])
+        foreign &= agent_of(marks.stamp[cells]) == agent
+        for at, cell, line in list(_one_a_line(cells, foreign, marks.line)):
+            lane, by_lane = int(lanes[at or 0]), int(marks.lanes.lane[cell])
             who = f"lane {by_lane} of the same warp" if by_lane >= 0 else "the warp"
-            report(Fault("lanes-unordered", f"this granule is {action} lane {lane} after {who} wrote it at PTX line "
-                         f"{line}, and the lanes have not met in between: bar.warp.sync is missing", lane=at,
-                         address=4 * granule, other=OtherAccess(who, "wrote", line)))  # fmt: skip
+            report(Fault("lanes-unordered", f"this {marks.name} is {action} lane {lane} after {who} wrote it at PTX "
+                         f"line {line}, and the lanes have not met in between: bar.warp.sync is missing", lane=at,
+                         address=marks.unit * cell, other=OtherAccess(who, "wrote", line)))  # fmt: skip
+
+    def _accessed(self, marks: Divided, offsets: Addresses, size: int) -> tuple[Marks, Cells] | None:
+        """The marks and cells of accesses of `size` bytes at `offsets`; None if an address is a fault."""
+        if int(offsets.min()) < 0 or int(offsets.max()) + size > self.data.size:
+            return None
+        index = offsets[:, None] + np.arange(size)
+        return marks.finest(_granules(index), index)
 
     def check_acquired(
         self, offsets: Addresses, size: int, lanes: Addresses, acquires: LaneAcquires, by: tuple[Clock, int], *,
@@ -170,20 +175,19 @@ class SharedMemory:
 
         Each accesses `size` bytes. `by`: the warp's clock and agent; `acquires`: what only some of its lanes know.
         """
-        granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
-        if int(granules.min()) < 0 or int(granules.max()) >= self.writer.size:
-            return  # an address that is a fault
         action, (clock, agent) = "overwritten by" if writes else "read by", by
-        for did, stamps, lines in (("wrote", self.writer, self.writer_line), ("read", self.reader, self.reader_line)):
-            unknown = acquires.unknown_here(stamps[granules], lanes, self.agents.serial, clock.seen, agent)
-            for at, granule, line in list(_one_a_line(granules, unknown, lines)):
-                lane, who = int(lanes[at or 0]), self.agents.name(agent_of(int(stamps[granule])))
-                report(Fault("lanes-unordered", f"this granule is {action} lane {lane} after {who} {did} it"
+        for did, divided in (("wrote", self.writes), ("read", self.reads))[: 1 + writes]:
+            found = self._accessed(divided, offsets, size)
+            if found is None:
+                return  # an address that is a fault
+            marks, cells = found
+            unknown = acquires.unknown_here(marks.stamp[cells], lanes, self.agents.serial, clock.seen, agent)
+            for at, cell, line in list(_one_a_line(cells, unknown, marks.line)):
+                lane, who = int(lanes[at or 0]), self.agents.name(agent_of(int(marks.stamp[cell])))
+                report(Fault("lanes-unordered", f"this {marks.name} is {action} lane {lane} after {who} {did} it"
                              f"{at_line(line)}; what orders that is a wait or an acquire by other lanes, which the "
                              "lane has not met since: bar.warp.sync is missing behind it", lane=at,
-                             address=4 * granule, other=OtherAccess(who, did, line)))  # fmt: skip
-            if not writes:
-                return
+                             address=marks.unit * cell, other=OtherAccess(who, did, line)))  # fmt: skip
 
     def take_over(self, granules: Granules, copies: Stamps, lanes: Addresses, stamp: int, meetings: int) -> None:
         """Record that `lanes` [n] have waited for their cp.async into granules [n], written with stamps `copies`.
@@ -191,19 +195,24 @@ class SharedMemory:
         Only the waiting thread sees them then (PTX ISA 9.7.9.25.3.3), so from now on they are its own stores, made with
         `stamp` after `meetings` of its warp.
         """
-        kept = self.writer[granules] == copies
-        granules, lanes = granules[kept], lanes[kept]
-        self.copied.update(np.unique(self.writer_line[granules]).tolist())
-        self.writer[granules] = stamp
-        self.lanes.lane[granules], self.lanes.met[granules] = lanes, meetings
+        divided = (self.divided[granules] & WRITTEN) != 0
+        for marks, here in ((self.writes.granules, ~divided), (self.writes.of_bytes, divided)):
+            each = GRANULE // marks.unit
+            cells = bytes_of(granules[here]) if each > 1 else granules[here]
+            kept = marks.stamp[cells] == np.repeat(copies[here], each)
+            cells = cells[kept]
+            self.copied.update(np.unique(marks.line[cells]).tolist())
+            marks.stamp[cells] = stamp
+            marks.lanes.lane[cells], marks.lanes.met[cells] = np.repeat(lanes[here], each)[kept], meetings
 
     def note_lanes(self, offsets: Addresses, size: int, lanes: Addresses, meetings: int) -> None:
         """Record a store of `size` bytes at each of `offsets` by `lanes` [n] of a warp that has met `meetings` times.
 
         If the counts of lanes and offsets differ, all lanes stored together.
         """
-        granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
-        self.lanes.note(granules, lanes if lanes.size == offsets.size else None, meetings if size >= 4 else 0)
+        index = offsets[:, None] + np.arange(size)
+        marks, cells = self.writes.finest(_granules(index), index)
+        marks.lanes.note(cells, lanes if lanes.size == offsets.size else None, meetings)
 
     def undefine(self, offsets: Addresses, missing: Mask, origin: Origin) -> None:
         """Mark the bytes `missing` [n, size] at `offsets` [n] undefined: a value of `origin` was stored there."""
@@ -242,34 +251,27 @@ class SharedMemory:
         self.check(offsets, size, "store")
         index = offsets[:, None] + np.arange(size)
         granules = _granules(index)
-        clash = self._check_idle(granules, "overwritten")
-        if size < 4 and not clash:
-            self._check_neighbours(granules, clock)
-        elif not clash:
+        if not self._check_idle(granules, "overwritten"):
             if not strong:
-                self._check_overwritten(granules, clock, self.data[index], values)
-            self._check_readers(granules, clock)
-        if size >= 4:
-            self.contested[granules] = False
+                self._check_overwritten(granules, clock, self.data[index], values, index)
+            self._check_readers(granules, clock, index)
         self.data[index] = values
         self.defined[index] = True
-        self.writer[granules] = stamp
-        self.writer_line[granules] = line
+        if size < GRANULE:
+            self._have_bytes()
+            self.writes.divide(granules).note(index, stamp, line)
+        else:
+            self.divided[granules] &= READ
+            self.writes.granules.note(granules, stamp, line)
 
-    def _check_neighbours(self, granules: Granules, clock: Clock) -> None:
-        """Check a store of less than a granule, whose other bytes may legitimately belong to another warp.
-
-        Only copies and the tensor core count here, because they access whole granules. The granule becomes contested.
-        """
-        for stamps, action in ((self.writer, "overwritten"), (self.reader, "overwritten")):
-            found = stamps[granules]
-            late = unordered(found, clock.seen)
-            if late is None:
-                continue
-            foreign = late & (agent_of(found) >= self.agents.first_engine)
-            if count_nonzero(foreign):
-                self._race(granules, foreign, stamps, action)
-            self.contested[granules] |= late
+    def _have_bytes(self) -> None:
+        """Make the marks of bytes, before the first access to less than a granule."""
+        if self.writes.of_bytes.stamp.size:
+            return
+        for one in (self.writes, self.reads):
+            one.of_bytes = Marks.of(self.data.size, 1)
+        if self.place is not None:
+            self.place.tell_last(*self.writes.of_bytes.arrays, *self.reads.of_bytes.arrays)
 
     def _check_idle(self, granules: Granules, action: str) -> bool:
         """Report a copy in flight into one of `granules`. Returns whether there is one."""
@@ -285,88 +287,125 @@ class SharedMemory:
                          other=OtherAccess("a copy", "writes", line)))  # fmt: skip
         return True
 
-    def _check_writers(self, granules: Granules, clock: Clock, action: str) -> None:
+    def _check_writers(self, granules: Granules, clock: Clock, action: str, index: Cells | None = None) -> None:
+        """Check that the last writers of `granules`, or of their bytes `index`, are ordered before."""
+        marks, cells = self.writes.finest(granules, index)
         if self.agents.releases.any_partial:
-            self._check_released(granules, clock, action)
-        late = unordered(self.writer[granules], clock.seen)
+            self._check_released(marks, cells, clock, action)
+        late = unordered(marks.stamp[cells], clock.seen)
         if late is not None:
-            late &= ~self.contested[granules]
-            if count_nonzero(late):
-                self._race(granules, late, self.writer, action)
+            self._race(marks, cells, late, action, "wrote")
 
-    def _check_released(self, granules: Granules, clock: Clock, action: str) -> None:
+    def _check_released(self, marks: Marks, cells: Cells, clock: Clock, action: str) -> None:
         """Report writes of lanes that are ordered before only by releases of other lanes."""
-        loose = self.lanes.loose(granules, self.writer[granules], clock.seen, self.agents.releases)
-        for at, granule, line in list(_one_a_line(granules, loose, self.writer_line)):
-            by_lane, agent = int(self.lanes.lane[granule]), agent_of(int(self.writer[granule]))
+        loose = marks.lanes.loose(cells, marks.stamp[cells], clock.seen, self.agents.releases)
+        for at, cell, line in list(_one_a_line(cells, loose, marks.line)):
+            by_lane, agent = int(marks.lanes.lane[cell]), agent_of(int(marks.stamp[cell]))
             who = f"lane {by_lane} of {self.agents.name(agent)}" if by_lane >= 0 else self.agents.name(agent)
-            why = self.agents.releases.missing_meeting(agent, by_lane, int(self.lanes.met[granule]))
-            report(Fault("lanes-unordered", f"this granule is {action} after {who} wrote it at PTX line {line}; {why}",
-                         lane=at, address=4 * granule, other=OtherAccess(who, "wrote", line)))  # fmt: skip
+            why = self.agents.releases.missing_meeting(agent, by_lane, int(marks.lanes.met[cell]))
+            report(Fault("lanes-unordered", f"this {marks.name} is {action} after {who} wrote it at PTX line {line}; "
+                         f"{why}", lane=at, address=marks.unit * cell,
+                         other=OtherAccess(who, "wrote", line)))  # fmt: skip
 
-    def _check_overwritten(self, granules: Granules, clock: Clock, before: Bytes, after: Bytes) -> None:
-        """As _check_writers, but allows threads to write the value that is there already, in whole granules.
+    def _check_overwritten(
+        self, granules: Granules, clock: Clock, before: Bytes, after: Bytes, index: Addresses
+    ) -> None:
+        """As _check_writers, but allows threads to write the value that is there already.
 
         Races between writes of one size are defined (PTX ISA 8.7.2), and if the values are equal, so is the outcome.
         Triton's replicated layouts and nvcc's hoisted initialisations rely on it.
         """
-        late = unordered(self.writer[granules], clock.seen)
+        marks, cells = self.writes.finest(granules, index)
+        stamps = marks.stamp[cells]
+        late = unordered(stamps, clock.seen)
         if late is None:
             return
-        equal = (before == after).reshape(*granules.shape, 4).all(2)
-        late &= ~self.contested[granules] & ~(equal & (agent_of(self.writer[granules]) < self.agents.first_engine))
+        equal = (before == after).reshape(*cells.shape, -1).all(2)
+        late &= ~(equal & (agent_of(stamps) < self.agents.first_engine))
         if count_nonzero(late):
-            self._race(granules, late, self.writer, "overwritten")
+            self._race(marks, cells, late, "overwritten", "wrote")
 
-    def _check_given_back(self, granules: Granules, clock: Clock) -> None:
+    def _check_given_back(self, marks: Marks, cells: Cells, clock: Clock) -> None:
         """Report overwritten reads of lanes that are ordered before only by releases of other lanes."""
-        loose = self.reading_lanes.loose(granules, self.reader[granules], clock.seen, self.agents.reads)
-        for at, granule, line in list(_one_a_line(granules, loose, self.reader_line)):
-            lane, agent = int(self.reading_lanes.lane[granule]), agent_of(int(self.reader[granule]))
+        loose = marks.lanes.loose(cells, marks.stamp[cells], clock.seen, self.agents.reads)
+        for at, cell, line in list(_one_a_line(cells, loose, marks.line)):
+            lane, agent = int(marks.lanes.lane[cell]), agent_of(int(marks.stamp[cell]))
             who = f"lane {lane} of {self.agents.name(agent)}"
-            why = self.agents.reads.missing_meeting(agent, lane, int(self.reading_lanes.met[granule]))
-            report(Fault("lanes-unordered", f"this granule is overwritten after {who} read it at PTX line {line}; "
-                         f"{why}", lane=at, address=4 * granule, other=OtherAccess(who, "read", line)))  # fmt: skip
+            why = self.agents.reads.missing_meeting(agent, lane, int(marks.lanes.met[cell]))
+            report(Fault("lanes-unordered", f"this {marks.name} is overwritten after {who} read it at PTX line {line}; "
+                         f"{why}", lane=at, address=marks.unit * cell,
+                         other=OtherAccess(who, "read", line)))  # fmt: skip
 
-    def _check_readers(self, granules: Granules, clock: Clock) -> None:
+    def _check_readers(self, granules: Granules, clock: Clock, index: Addresses | None = None) -> None:
+        """Check that the readers of `granules`, or of their bytes `index`, are ordered before an overwrite."""
+        marks, cells = self.reads.finest(granules, index)
         if self.agents.reads.any_partial:
-            self._check_given_back(granules, clock)
-        late = unordered(self.reader[granules], clock.seen)
+            self._check_given_back(marks, cells, clock)
+        late = unordered(marks.stamp[cells], clock.seen)
         if late is not None:
-            self._race(granules, late, self.reader, "overwritten")
+            self._race(marks, cells, late, "overwritten", "read")
         if not self.readers or not count_nonzero(self.many_readers[granules]):
             return
-        for agent, (epochs, lines) in sorted(self.readers.items()):
-            late = epochs[granules] > clock.seen[agent]
+        narrow = index is not None and index.shape[1] < GRANULE
+        bits = EVERY_BYTE if index is None else np.bitwise_or.reduce(1 << index % GRANULE, axis=1)[:, None]
+        for agent, (epochs, lines, read) in sorted(self.readers.items()):
+            late = (epochs[granules] > clock.seen[agent]) & ((read[granules] & bits) != 0)
             if count_nonzero(late):
                 for lane, at, line in _one_a_line(granules, late, lines):
-                    self._collide(lane, at, "overwritten", OtherAccess(self.agents.name(agent), "read", line))
+                    self._collide(lane, self.reads.granules, at, "overwritten",
+                                  OtherAccess(self.agents.name(agent), "read", line))  # fmt: skip
+        if narrow:
+            return
         self.many_readers[granules] = False
         for kept in self.readers.values():
             kept[:, granules] = 0
 
-    def _note_readers(self, granules: Granules, clock: Clock, stamp: int) -> None:
-        """Keep the last reader in `reader`. An earlier one that nothing orders before it moves to `readers`."""
-        found = self.reader[granules]
+    def _note_readers(
+        self, granules: Granules, clock: Clock, stamp: int, index: Addresses | None = None,
+        by: tuple[Addresses | None, int] | None = None,
+    ) -> None:  # fmt: skip
+        """Mark the last reader of `granules`, or of their bytes `index`. An earlier one that nothing orders before it
+        moves to `readers`. `by`: the reading lanes and the meetings of their warp."""
+        line, narrow = self.agents.line(), index is not None and index.shape[1] < GRANULE
+        if narrow:
+            self._have_bytes()
+            self.reads.divide(granules)
+        marks, cells = self.reads.finest(granules, index)
+        found = marks.stamp[cells]
         late = unordered(found, clock.seen)
         # The four warps of a wgmma read under one stamp.
         if late is not None and count_nonzero(late := late & (found != stamp)):
-            at, kept = granules[late], found[late]
-            by = agent_of(kept)
-            for agent in set(by.tolist()):
-                (epochs, lines), mine = self.keep_readings_of(agent), by == agent
-                epochs[at[mine]] = np.maximum(epochs[at[mine]], kept[mine] & EPOCH_MASK)
-                lines[at[mine]] = self.reader_line[at[mine]]
-            self.many_readers[at] = True
-        self.reader[granules] = stamp
-        self.reader_line[granules] = self.agents.line()
+            self._keep(marks, cells[late])
+        noted = [(marks, cells)] if narrow or marks is self.reads.granules else [
+            (marks, cells), (self.reads.granules, granules)
+        ]  # fmt: skip
+        for where, at in noted:
+            where.note(at, stamp, line)
+            if by is not None:
+                where.lanes.note(at, *by)
+
+    def _keep(self, marks: Marks, cells: Cells) -> None:
+        """Keep the readings of `cells` in `readers`: of each agent and granule the last epoch, the last line then, and
+        the bytes read then."""
+        granules, bits = (cells, EVERY_BYTE) if marks.unit == GRANULE else (cells // GRANULE, 1 << cells % GRANULE)
+        bits, stamps, lines = np.broadcast_to(bits, cells.shape), marks.stamp[cells], marks.line[cells]
+        by = agent_of(stamps)
+        for agent, bit in sorted(set(zip(by.tolist(), bits.tolist(), strict=True))):
+            mine, kept = (by == agent) & (bits == bit), self.keep_readings_of(agent)
+            at, new = granules[mine], stamps[mine] & EPOCH_MASK
+            epochs, known, read = kept[:, at]
+            newer, same = new > epochs, new == epochs
+            kept[0, at] = np.maximum(new, epochs)
+            kept[1, at] = np.where(newer, lines[mine], np.where(same, np.maximum(known, lines[mine]), known))
+            kept[2, at] = np.where(newer, bit, np.where(same, read | bit, read))
+        self.many_readers[granules] = True
 
     def keep_readings_of(self, agent: int) -> npt.NDArray[np.int32]:
         """The array that keeps readings of an agent that was not the last reader; made, for machine code too, on first
         use."""
         if agent not in self.readers:
-            known, spare = len(self.readers), _SPARE_READINGS.get(self.reader.size)
-            kept = spare.pop() if spare else np.zeros((2, self.reader.size), np.int32)
+            known, spare = len(self.readers), _SPARE_READINGS.get(self.divided.size)
+            kept = spare.pop() if spare else np.zeros((3, self.divided.size), np.int32)
             self.readers[agent] = kept
             self._reader_words[1 + 2 * known : 3 + 2 * known] = agent, address_of(kept)
             self._reader_words[0] = known + 1
@@ -381,30 +420,27 @@ class SharedMemory:
             return
         if len(_SPARE_READINGS) > _MAX_SIZES:
             _SPARE_READINGS.clear()
-        held, spare = np.flatnonzero(self.many_readers), _SPARE_READINGS.setdefault(self.reader.size, [])
+        held, spare = np.flatnonzero(self.many_readers), _SPARE_READINGS.setdefault(self.divided.size, [])
         for kept in self.readers.values():
             kept[:, held] = 0
         spare.extend(list(self.readers.values())[: _MAX_SPARE - len(spare)])
         self.readers = {}
 
-    def _race(self, granules: Granules, late: npt.NDArray[np.bool_], stamps: Stamps, action: str) -> None:
-        """Report that `late` granules are accessed too early, once per line of the other access."""
-        wrote = stamps is self.writer
-        lines = self.writer_line if wrote else self.reader_line
-        for lane, at, line in _one_a_line(granules, late, lines):
-            agent = agent_of(int(stamps[at]))
-            if wrote and agent >= self.agents.first_copy:
-                report(Fault("copy-not-awaited", f"this granule is {action}, but the copy of PTX line {line} into it "
-                             "has not been waited for", lane=lane, address=4 * at,
+    def _race(self, marks: Marks, cells: Cells, late: npt.NDArray[np.bool_], action: str, did: str) -> None:
+        """Report that `late` cells are accessed too early, once per line of the other access."""
+        for lane, at, line in _one_a_line(cells, late, marks.line):
+            agent = agent_of(int(marks.stamp[at]))
+            if did == "wrote" and agent >= self.agents.first_copy:
+                report(Fault("copy-not-awaited", f"this {marks.name} is {action}, but the copy of PTX line {line} into "
+                             "it has not been waited for", lane=lane, address=marks.unit * at,
                              other=OtherAccess("a copy", "writes", line)))  # fmt: skip
             else:
-                did = "wrote" if wrote else "read"
-                self._collide(lane, at, action, OtherAccess(self.agents.name(agent), did, line))
+                self._collide(lane, marks, at, action, OtherAccess(self.agents.name(agent), did, line))
 
-    def _collide(self, lane: int | None, at: int, action: str, other: OtherAccess) -> None:
-        report(Fault("race", f"this granule is {action}, but nothing orders that after {other.who} {other.did} it"
+    def _collide(self, lane: int | None, marks: Marks, cell: int, action: str, other: OtherAccess) -> None:
+        report(Fault("race", f"this {marks.name} is {action}, but nothing orders that after {other.who} {other.did} it"
                      f"{at_line(other.line)}: a barrier, an mbarrier wait or a wait for "
-                     "a group is missing", lane=lane, address=4 * at, other=other))  # fmt: skip
+                     "a group is missing", lane=lane, address=marks.unit * cell, other=other))  # fmt: skip
 
     def _check_inside(self, granules: Granules, what: str) -> None:
         if granules.size and (int(granules.min()) < RESERVED // 4 or int(granules.max()) >= self.size // 4):
@@ -417,22 +453,25 @@ class SharedMemory:
 
         A write that nothing orders before is left to _check_writers: no fence would help.
         """
-        found = self.writer[granules]
+        marks, cells = self.writes.finest(granules)
+        found = marks.stamp[cells]
         unfenced = unordered(found, clock.fenced)
         if unfenced is None:
             return
         unfenced &= (found & EPOCH_MASK) <= clock.seen[agent_of(found)]
-        for _, at, line in _one_a_line(granules, unfenced, self.writer_line):
-            agent = agent_of(int(self.writer[at]))
+        for _, at, line in _one_a_line(cells, unfenced, marks.line):
+            agent, address = agent_of(int(marks.stamp[at])), marks.unit * at
             who = "a copy" if line in self.copied else self.agents.name(agent)
             if line in relied:
                 self.unfenced_overwrites += 1
-                self._report_relied(f"{what} the word that the tcgen05.alloc of {who} wrote", at, who, "wrote", line)
+                self._report_relied(
+                    f"{what} the word that the tcgen05.alloc of {who} wrote", address, who, "wrote", line
+                )
                 continue
             copied = (agent >= self.agents.first_copy or line in self.copied) and ("tcgen05" in what or "wgmma" in what)
             rule = "copy-missing-proxy-fence" if copied else "missing-proxy-fence"
             report(Fault(rule, f"{what} what {who} wrote at PTX line {line} through the generic proxy with no "
-                         "fence.proxy.async in between", address=4 * at,
+                         "fence.proxy.async in between", address=address,
                          other=OtherAccess(who, "wrote", line)))  # fmt: skip
 
     def _quickly(
@@ -494,7 +533,8 @@ class SharedMemory:
         Only such a fence orders the two proxies in the ISA. CUTLASS's and Triton's pipelines leave it out, so a judged
         row only counts it.
         """
-        found = self.reader[granules]
+        marks, cells = self.reads.finest(granules)
+        found = marks.stamp[cells]
         late = unordered(found, clock.fenced)
         if late is None:
             return
@@ -502,13 +542,13 @@ class SharedMemory:
         if not count_nonzero(late):
             return
         self.unfenced_overwrites += 1
-        for _, at, line in _one_a_line(granules, late, self.reader_line):
-            who = self.agents.name(agent_of(int(self.reader[at])))
-            self._report_relied(f"a bulk copy overwrites what {who} read", at, who, "read", line)
+        for _, at, line in _one_a_line(cells, late, marks.line):
+            who = self.agents.name(agent_of(int(marks.stamp[at])))
+            self._report_relied(f"a bulk copy overwrites what {who} read", marks.unit * at, who, "read", line)
 
-    def _report_relied(self, what: str, granule: int, who: str, did: str, line: int) -> None:
+    def _report_relied(self, what: str, address: int, who: str, did: str, line: int) -> None:
         report(Fault("unfenced-overwrite", f"{what} at PTX line {line} through the generic proxy with no "
-                     "fence.proxy.async in between", address=4 * granule,
+                     "fence.proxy.async in between", address=address,
                      other=OtherAccess(who, did, line)))  # fmt: skip
 
     def async_write_ends(self, granules: Granules, stamp: int, line: int) -> None:
@@ -516,10 +556,9 @@ class SharedMemory:
         if self._quickly("write ends", granules, None, stamp, line) != NO:
             return
         self.in_flight[granules] = 0
-        self.contested[granules] = False
+        self.divided[granules] &= READ
         self.defined.reshape(-1, 4)[granules] = True
-        self.writer[granules] = stamp
-        self.writer_line[granules] = line
+        self.writes.granules.note(granules, stamp, line)
 
 
 def _granules(index: Addresses) -> Granules:

@@ -13,6 +13,7 @@ from backends.vm.memory import compiled_granules, shared
 from backends.vm.memory.access_code import NO, NO_ROOM
 from backends.vm.memory.clocks import Agents, Clock, stamp
 from backends.vm.memory.compiled_granules import Perform
+from backends.vm.memory.marks import GRANULE
 from backends.vm.memory.shared import RESERVED, SharedMemory
 
 _DEEDS = 60
@@ -56,15 +57,16 @@ def _deed(draw: np.random.Generator, memory: SharedMemory, clocks: list[Clock]) 
         return lambda: memory.async_write_ends(granules, mark, line)
     offsets = RESERVED + 4 * draw.permutation(_BYTES // 4)[:8]
     if chosen < 0.9:
+        width = int(draw.choice([1, 2, 4]))
 
         def load() -> object:
             agents.reads.read(own, 1, 0xFF)
-            found = memory.load(offsets, 4, clock, mark, lanes=np.arange(8), meetings=1)[0].tolist()
+            found = memory.load(offsets, width, clock, mark, lanes=np.arange(8), meetings=1)[0].tolist()
             agents.reads.release(own, epoch, 1, int(draw.choice([1, (1 << 32) - 1])))
             return found
 
         return load
-    size = int(draw.choice([1, 4]))
+    size = int(draw.choice([1, 2, 4]))
     values = draw.integers(0, 255, (8, size)).astype(np.uint8)
 
     def store() -> None:
@@ -86,8 +88,12 @@ def _outcome(seed: int) -> tuple[object, ...]:
                 answers.append(_deed(draw, memory, clocks)())
             except (Fault, IndexError) as error:
                 answers.append(f"{error} {getattr(error, 'lane', None)} {getattr(error, 'address', None)}")
-    arrays = (memory.in_flight, memory.writer, memory.reader, memory.writer_line, memory.reader_line, memory.defined,
-              memory.contested, memory.many_readers)  # fmt: skip
+    arrays = [memory.in_flight, memory.defined, memory.divided, memory.many_readers]
+    for one in (memory.writes, memory.reads):
+        apart = (memory.divided & one.bit) != 0
+        arrays += [np.where(apart, 0, each) for each in one.granules.arrays]
+        if one.of_bytes.stamp.size:
+            arrays += [np.where(np.repeat(apart, GRANULE), each, 0) for each in one.of_bytes.arrays]
     # An agent without readings may still have an array of zeros for them.
     kept = {agent: found.tolist() for agent, found in memory.readers.items() if found.any()}
     outcome = answers, told, memory.unfenced_overwrites, kept, *(one.tolist() for one in arrays)
