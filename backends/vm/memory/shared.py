@@ -233,28 +233,31 @@ class SharedMemory:
 
     def store(
         self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: bool = False
-    ) -> None:
-        """Generic-proxy write of uint8 [n, size] at each offset. Where lanes collide the highest lane wins.
+    ) -> bool:
+        """Generic-proxy write of uint8 [n, size] at each offset. Where lanes collide the highest lane wins. Returns
+        whether a byte has changed, or has become defined.
 
         A `strong` write races with no write, but with weak reads: both must be strong (PTX ISA 8.7.1).
         """
         size = values.shape[1]
         self.check(offsets, size, "store")
         index = offsets[:, None] + np.arange(size)
-        granules = _granules(index)
+        granules, before = _granules(index), self.data[index]
         clash = self._check_idle(granules, "overwritten")
         if size < 4 and not clash:
             self._check_neighbours(granules, clock)
         elif not clash:
             if not strong:
-                self._check_overwritten(granules, clock, self.data[index], values)
+                self._check_overwritten(granules, clock, before, values)
             self._check_readers(granules, clock)
         if size >= 4:
             self.contested[granules] = False
+        changed = before.tobytes() != values.tobytes() or not self.defined[index].all()
         self.data[index] = values
         self.defined[index] = True
         self.writer[granules] = stamp
         self.writer_line[granules] = line
+        return changed
 
     def _check_neighbours(self, granules: Granules, clock: Clock) -> None:
         """Check a store of less than a granule, whose other bytes may legitimately belong to another warp.
