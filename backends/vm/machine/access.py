@@ -222,25 +222,26 @@ def _store(
 ) -> None:
     space, addresses = resolve(space, addresses)
     engine = warp.cta.machine.engine
-    engine.events += 1
     if space.startswith("shared"):
-        engine.repeatable += not strong
         cta, offsets = owner(warp, space, addresses, "store")
         count_banks(warp, offsets, values.shape[1])
         if not strong:
             check_acquired(warp, cta, offsets, values.shape[1], lanes, writes=True)
-        cta.smem.store(offsets, values, warp.clock, warp.stamp, line, strong=strong)
+        changed = cta.smem.store(offsets, values, warp.clock, warp.stamp, line, strong=strong)
         cta.smem.note_lanes(offsets, values.shape[1], lanes, 0 if strong else warp.meetings)
         if not strong:
             warp.stored_at = warp.meetings
+        engine.repeatable += changed and not strong
     elif space == "local":
-        index = _local_index(warp, addresses, values.shape[1], lanes)
-        warp.local.data[index], warp.local.defined[index] = values, True
+        local, index = warp.local, _local_index(warp, addresses, values.shape[1], lanes)
+        changed = local.data[index].tobytes() != values.tobytes() or not local.defined[index].all()
+        local.data[index], local.defined[index] = values, True
     elif space == "param":
         raise Fault("read-only", "store to parameter space", lane=0, address=int(addresses[0]))
     else:
         _note_store(warp, addresses, values, line, lanes, strong=strong)
-        warp.cta.machine.memory.store(addresses, values)
+        changed = warp.cta.machine.memory.store(addresses, values)
+    engine.events += changed
 
 
 def undefine(
