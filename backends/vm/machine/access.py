@@ -370,28 +370,36 @@ def synchronise(
 ) -> None:  # fmt: skip
     """A strong operation on flags: a release stores the warp's clock in them, an acquire takes over the clocks there.
 
-    Call it before the access for an acquire, after it for a release. In global memory, a relaxed operation of a scope
-    beyond the cluster needs the fence of the ISA's patterns (backends.vm.memory.clocks). Elsewhere it counts as acquire
-    and release. `meetings`: the warp's count before an acquire by the same operation, because that acquire does not
-    order what other lanes stored before it.
+    Call it before the access for an acquire, after it for a release. A relaxed operation needs the fences of the ISA's
+    patterns (8.9.2, 8.9.3): it stores what a fence has covered, and what it finds is known after a fence. `.volatile`
+    and an atomic without an order are relaxed. `meetings`: the warp's count before an acquire by the same operation,
+    because that acquire does not order what other lanes stored before it.
     """
     races = warp.cta.machine.races
     before = warp.acquiring() if acquire else None
     for address in dict.fromkeys(addresses.tolist()):
         where, own = resolve(space, np.array([address], np.int64))
         place = int(own[0])
-        wide = where == "global" and scope not in ("cta", "cluster")
-        takes, gives = not wide or sem in ("acquire", "acq_rel"), not wide or sem in ("release", "acq_rel")
-        if wide and acquire:
-            races.acquire(place, warp, ordered=takes)
-        if wide and release:
-            races.release(place, warp, ordered=gives)
+        takes, gives = sem in ("acquire", "acq_rel"), sem in ("release", "acq_rel")
+        if where == "global" and scope not in ("cta", "cluster"):
+            if acquire:
+                races.acquire(place, warp, ordered=takes)
+            if release:
+                races.release(place, warp, ordered=gives)
         flags, key = warp.cta.cluster.flags, (where.partition("::")[0], place)
         rank, narrow = warp.cta.place.cta_rank, scope == "cta"
-        if acquire and takes and key in flags:
-            flags[key].take(warp.clock, rank, narrow=narrow)
-        if release and gives:
-            flags.setdefault(key, Carried()).give(warp.clock, rank, narrow=narrow)
+        if acquire and key in flags:
+            if takes:
+                flags[key].take(warp.clock, rank, narrow=narrow)
+            else:
+                warp.noticed[id(flags[key])] = flags[key]
+        if release:
+            held = flags.setdefault(key, Carried())
+            if gives:
+                held.give(warp.clock, rank, narrow=narrow)
+            else:
+                held.give(warp.released, rank, narrow=narrow)
+                held.give(warp.released_to_cta, rank, narrow=True)
     if before is not None:
         warp.have_acquired(before)
     if release:
