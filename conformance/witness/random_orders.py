@@ -34,7 +34,7 @@ def watched(case: PublicCase, sources: str, seeds: range) -> Watched:
     """Runs a call once in order and then under random:SEED for each of `seeds`. `settle` has prepared this process."""
     first, _ = ran(case, sources, RECORDED)
     if first.status in LACKING:
-        return left_out(case, first.status, first.source)
+        return left_out(case, first.reason, first.source)
     errors, spent = _errors(first, RECORDED), first.cpu_seconds
     relied, notes, argued = Counter[str](), Counter[str](), Counter[str]()
     for schedule in (f"random:{seed}" for seed in seeds):
