@@ -69,7 +69,8 @@ def _say(row: Row) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns 1 if a witness computes something wrong, or if its faults do not match `known_fault`."""
+    """Returns 1 if a witness computes something wrong, or if its faults do not match `known_fault`; with --orders, if a
+    line of the record has an error. 2 for a meaningless call."""
     parser = argparse.ArgumentParser(prog="conformance.witness", description=__doc__)
     parser.add_argument("--only", default="", help="examine those whose name contains this, and write no record")
     parser.add_argument("--sources", type=Path, help="checkouts of public repositories, as owner+name or name: run too")
@@ -127,6 +128,9 @@ def _under_random_orders(given: argparse.Namespace, arguments: Sequence[str]) ->
     except (RecordError, ValueError) as error:
         print(error)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; the same call goes on where its record ends")
+        return 130
 
 
 def absent(packages: Iterable[str]) -> list[str]:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as OverTime
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
@@ -70,57 +71,76 @@ def _id(case: PublicCase) -> tuple[str, str, str]:
 # In the deciding process.
 
 
-def planned(orders: int, only: str = "") -> list[tuple[PublicCase, range, str]]:
-    """The calls whose name contains `only`, the seeds of each, and why it is left out, by the record of public
-    kernels."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A call, the seeds of its orders, and why it is left out, if it is."""
+
+    case: PublicCase
+    seeds: range
+    left_out: str = ""
+
+
+def planned(orders: int, only: str = "") -> list[Turn]:
+    """The calls whose name contains `only`, by the record of public kernels: `orders` for each that is right and
+    cheap."""
     known = {row.name: row for row in read_rows(RECORD.read_text("utf-8"))}
-    found = list[tuple[PublicCase, range, str]]()
+    found = list[Turn]()
     for place, case in enumerate(cases()):
         row = known[case.name]
         why = "" if row.status in RIGHT else row.status
         if row.cpu_seconds > MAX_SECONDS:
             why = f"more than {MAX_SECONDS:g} s in order"
-        found.append((case, range(place * orders, (place + 1) * orders), why))
-    return [one for one in found if only in one[0].name]
+        found.append(Turn(case, range(place * orders, (place + 1) * orders), why))
+    return [one for one in found if only in one.case.name]
 
 
-def watch(
-    record: Watch, sources: Path, plan: Sequence[tuple[PublicCase, range, str]], seconds: float | None = None
-) -> Iterator[Watched]:
-    """Watches what `record` lacks of a plan: calls without a line, with an error, of another file or with fewer orders.
+def watch(record: Watch, sources: Path, plan: Sequence[Turn], seconds: float | None = None) -> Iterator[Watched]:
+    """Watches what `record` lacks of a plan, and yields each line that it adds. Calls of a target and compiler share a
+    process.
 
-    `seconds`: processor time of the calls, after which none begins. Calls of a target and compiler share a process.
+    `seconds`: processor time of the calls, after which none begins.
     """
-    places = dict[tuple[Target, str], list[tuple[PublicCase, range]]]()
-    for case, seeds, why in plan:
-        row, known = blank(case, sources), record.by_id.get(_id(case))
-        if why or row.reason:
-            line = left_out(case, why or row.reason, row.source)
-            # What another checkout or compiler has shown stays.
-            if known is None or (known.left_out and known != line):
-                record.append(line)
-        elif known is None or known.errors or known.text != row.source or known.rows < len(seeds):
-            _, package = case.checkout.package(sources) or ("", "")
-            places.setdefault((case.target, package), []).append((case, seeds))
+    places = dict[tuple[Target, str], list[Turn]]()
+    for turn in _owed(record, sources, plan):
+        _, package = turn.case.checkout.package(sources) or ("", "")
+        places.setdefault((turn.case.target, package), []).append(turn)
     spent, spawn = 0.0, multiprocessing.get_context("spawn")
     for place, members in places.items():
+        if seconds is not None and spent > seconds:
+            return
         with ProcessPool(1, context=spawn, initializer=settle, initargs=place) as pool:
-            for case, seeds in members:
+            for turn in members:
                 if seconds is not None and spent > seconds:
                     return
+                given = (turn.case, str(sources), turn.seeds)
                 try:
-                    line = pool.schedule(watched, args=(case, str(sources), seeds), timeout=LIMIT_SECONDS).result()
+                    line = pool.schedule(watched, args=given, timeout=LIMIT_SECONDS).result()
                 except OverTime:
-                    line = _lost(case, seeds, f"it did not end in {LIMIT_SECONDS} s")
+                    line = _lost(turn, f"it did not end in {LIMIT_SECONDS} s")
                 except ProcessExpired as gone:
-                    line = _lost(case, seeds, f"its process ended with exit code {gone.exitcode}")
+                    line = _lost(turn, f"its process ended with exit code {gone.exitcode}")
                 spent += line.seconds
                 record.append(line)
                 yield line
 
 
-def _lost(case: PublicCase, seeds: range, why: str) -> Watched:
-    return Watched(*_id(case), seeds.start, 0, (f"random:{seeds.start} to {seeds.stop - 1}: {why}",))
+def _owed(record: Watch, sources: Path, plan: Sequence[Turn]) -> Iterator[Turn]:
+    """The calls of which `record` has no line, or one with an error, of another file or with fewer orders. It gets the
+    lines of those that cannot run."""
+    for turn in plan:
+        row, known = blank(turn.case, sources), record.by_id.get(_id(turn.case))
+        if why := turn.left_out or row.reason:
+            line = left_out(turn.case, why, row.source)
+            # What another checkout or compiler has shown stays.
+            if known is None or (known.left_out and known != line):
+                record.append(line)
+        elif known is None or known.errors or known.text != row.source or known.rows < len(turn.seeds):
+            yield turn
+
+
+def _lost(turn: Turn, why: str) -> Watched:
+    seeds = turn.seeds
+    return Watched(*_id(turn.case), seeds.start, 0, (f"random:{seeds.start} to {seeds.stop - 1}: {why}",))
 
 
 def renew(
@@ -132,5 +152,7 @@ def renew(
     """
     with closing(Watch(path or OTHERS)) as record:
         plan = planned(orders, only)
-        rows = sum(len(seeds) for _, seeds, why in plan if not why)
+        of_plan = {_id(turn.case) for turn in plan}
+        rows = sum(len(turn.seeds) for turn in plan if not turn.left_out)
+        rows += sum(one.rows for one in record.results if one.id not in of_plan)
         return not followed(record, rows, given, watch(record, sources, plan, seconds))

@@ -15,7 +15,7 @@ from conformance.witness import public, random_orders
 from conformance.witness.__main__ import main
 from conformance.witness.public import Checkout, Header, PublicCase, cases
 from conformance.witness.public_record import PublicRow, read_rows
-from conformance.witness.random_orders import MAX_SECONDS, RIGHT, planned, watch, watched
+from conformance.witness.random_orders import MAX_SECONDS, RIGHT, Turn, planned, watch, watched
 
 HERE = Checkout("someone/kernels", "0" * 40, "numpy")
 ORDERS = range(24)
@@ -121,8 +121,11 @@ def test_a_call_goes_on_where_its_record_ends(checkout: Path, tmp_path: Path, mo
             return self.line
 
     monkeypatch.setattr(random_orders, "ProcessPool", InThisProcess)
-    plan = [(_case("ordered.ptx"), range(2), ""), (_case("racing.ptx"), range(2, 4), "more than 2 s in order")]
-    plan.append((replace(_case("gone.ptx"), family="Gone"), range(4, 6), ""))
+    plan = [
+        Turn(_case("ordered.ptx"), range(2)),
+        Turn(_case("racing.ptx"), range(2, 4), "more than 2 s in order"),
+        Turn(_case("gone.ptx"), range(4, 6)),
+    ]
     record = Watch(tmp_path / "others.jsonl")
     assert not list(watch(record, checkout, plan, seconds=-1.0)), "a call began after its time"
     assert sorted(one.left_out for one in record.results) == ["more than 2 s in order", "the checkout has no gone.ptx"]
@@ -146,12 +149,12 @@ def test_a_call_goes_on_where_its_record_ends(checkout: Path, tmp_path: Path, mo
 def test_the_plan_follows_the_record_of_public_kernels() -> None:
     rows = {row.name: row for row in read_rows(public.RECORD.read_text("utf-8"))}
     plan = planned(3)
-    assert [case.name for case, _, _ in plan] == [case.name for case in cases()]
-    seeds = [seed for _, orders, _ in plan for seed in orders]
+    assert [turn.case.name for turn in plan] == [case.name for case in cases()]
+    seeds = [seed for turn in plan for seed in turn.seeds]
     assert len(set(seeds)) == len(seeds), "two calls have an order in common"
-    for case, _, why in plan:
-        row: PublicRow = rows[case.name]
-        assert (why == "") == (row.status in RIGHT and row.cpu_seconds <= MAX_SECONDS), f"{case.name}: {why}"
+    for turn in plan:
+        row: PublicRow = rows[turn.case.name]
+        assert (turn.left_out == "") == (row.status in RIGHT and row.cpu_seconds <= MAX_SECONDS), f"{turn}"
 
 
 def test_an_unusable_call_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
