@@ -44,7 +44,7 @@ def watched(case: PublicCase, sources: str, seeds: range) -> Watched:
         errors += _errors(row, schedule, first.errors)
         relied.update({one.rule for one in found if one.grade == "portability"})
         notes.update({one.rule for one in found if one.grade == "note"})
-        argued.update({one.partition(" at ")[0] for one in row.errors if row.status in RIGHT})
+        argued.update(row.errors if row.status in RIGHT else ())
     return Watched(
         *_id(case), seeds.start, len(seeds), tuple(errors), dict(relied), dict(notes), seconds=round(spent, 1),
         text=first.source, argued=dict(argued),

@@ -101,7 +101,12 @@ def test_what_is_argued_is_counted(checkout: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(public, "ARGUED", checkout / "argued.yaml")
     line = watched(_case("racing.ptx"), str(checkout), ORDERS)
     assert not line.errors, f"{line.errors}"
-    assert 0 < line.argued["global-race"] < len(ORDERS), f"{line.argued}"
+    ((finding, rows),) = line.argued.items()
+    assert finding.startswith("global-race at "), finding
+    assert 0 < rows < len(ORDERS), f"{line.argued}"
+    record = Watch(checkout / "others.jsonl")
+    record.append(line)
+    assert f"argued, by rule, each site in each row: `global-race` {rows}." in "\n".join(told(record, others=True))
 
 
 def test_a_call_goes_on_where_its_record_ends(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,8 @@ class Watched:
 
     `rows`: orders that ran, from random:`first` on; 0 if it was left out, and `left_out` says why. `errors`: sentences
     of the errors. `relied`, `notes`: rules of grade portability, and notes, with the number of rows that met them.
-    `text`: the first digits of the SHA-256 of the program's text, or of the file of a public kernel. `argued`: findings
-    of grade error in public kernels that are argued to be defects of theirs, with the number of rows that met them.
+    `text`: the first digits of the SHA-256 of the program's text, or of the file of a public kernel. `argued`: rules
+    and places of the errors in a public kernel that argued.yaml argues, with the number of rows that met them.
     """
 
     backend: str
@@ -217,13 +217,18 @@ def told(record: Watch, *, others: bool = False) -> list[str]:
         places[" ".join((one.backend, one.target, *op))] += one.rows
         relied.update(one.relied)
         notes.update(one.notes)
-        argued.update(one.argued)
+        for finding, rows in one.argued.items():
+            argued[finding.partition(" at ")[0]] += rows
     skipped = ", ".join(f"{count} ({why})" for why, count in sorted(left_out.items()))
     what = counted(len(lines), "call") if others else f"{counted(len(lines), 'case')}, each on a backend and a target"
     return [
         f"{counted(record.rows, 'row')}: {what}, under random orders; {len(wrong)} with an error.",
         f"Rows that met a rule of grade portability: {_counted(relied)}. Notes: {_counted(notes)}.",
-        *([f"Rows that met a defect that is argued to be the kernel's: {_counted(argued)}."] if others else []),
+        *(
+            [f"Findings of grade error that are argued, by rule, each site in each row: {_counted(argued)}."]
+            if others
+            else []
+        ),
         *([f"Left out: {skipped}."] if skipped else []),
         "",
         "| program | rows |",
