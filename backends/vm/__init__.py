@@ -46,6 +46,9 @@ It does NOT notice, and why:
 - That a wait for a phase says nothing about the copies of earlier phases at the same mbarrier: phases complete in
   order.
 - Between lanes of one warp, races other than a read of what another lane wrote.
+- A strong load (`.volatile`, `.relaxed` and up) beside a weak store that nothing orders, because kernels poll what a
+  weak store sets; nor a strong write after a weak one. A weak write after a strong one is a race, and so is a strong
+  write beside a weak load.
 - In shared memory, where races are judged by byte (memory/marks.py), a race with a write of the value that is there
   already. Threads that write it do not race (PTX ISA 8.7.2), and whoever comes later is held only to the last of them.
 - A store of one or two bytes of shared memory over what a warp has read, if another warp has read these bytes since
