@@ -34,6 +34,10 @@ from megamoe.ops import reference
 from megamoe.spec.load import load_specs
 from megamoe.spec.spec import Spec
 
+ACCUMULATE = "exact"
+"""How matrix products are summed. A sum in float32 by BLAS depends on the place of its row in the matrix, so it would
+break laws that move rows."""
+
 Tensors = Mapping[str, torch.Tensor]
 Axes = Mapping[str, AxisValue]
 Exactness = Literal["bitwise", "tolerance"]
@@ -87,7 +91,7 @@ class Bench:
         try:
             built = load_backend(self.machine.backend).build(case, self.machine.target)
             program = as_program(built, self.machine.backend)
-            ran = guarded.run(program, RunOptions(schedule=self.last.schedule))
+            ran = guarded.run(program, RunOptions(schedule=self.last.schedule, accumulate=ACCUMULATE))
         except UnsupportedError:
             raise
         except Exception as error:
