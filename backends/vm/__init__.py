@@ -74,10 +74,13 @@ It does NOT notice, and why:
 - Two CTAs of one SM that wait for each other because one lacks the tensor memory that the other holds: each CTA has a
   tensor memory of its own, since nothing places CTAs on SMs here. A random schedule gives an allocation any free place,
   as if another CTA held the rest, if two CTAs of the kernel have room on one SM.
-- Warps that spin for ever and in doing so change global memory, or shared memory by atomics and strong stores: the step
-  budget ends them, not `deadlock`.
+- Warps that spin for ever and in doing so change global or local memory, or shared memory by atomics and strong stores,
+  or count in a register up to a bound: the step budget ends them, not `deadlock`. A store or an atomic that leaves what
+  was there changes nothing, nor does a register that decides nothing (machine/spinning.py). Operands of shfl, votes and
+  matrix multiplications count as deciding.
 - Accesses that are too early but happen to be ordered by every schedule tried: it tests schedules, it proves nothing.
-- Anything about time, caches, or register pressure beyond the pool that setmaxnreg moves.
+- Anything about time, caches, or register pressure beyond the pool that setmaxnreg moves. Where a launch states no
+  number of registers, warps without a setmaxnreg count as holding none, and one that has ended still holds its own.
 
 It refuses, although silicon may run it:
 - mbarrier.init over a live mbarrier that has been used, or with another count;
@@ -86,8 +89,10 @@ It refuses, although silicon may run it:
 - an undefined value that is left in memory other than a workspace, even if the host never reads it;
 - a dependent launch that, before its own wait, touches what a launch further back did, even if the launch in between
   waited before it launched its dependents;
-- an `.aligned` instruction behind a loop in which some lanes of a warp neither store, copy nor wait for 4096 blocks:
-  they count as spinning (machine/warp.py).
+- an `.aligned` instruction behind a loop in which some lanes of a warp neither change memory, copy nor wait for 4096
+  blocks: they count as spinning (machine/warp.py);
+- a launch that waits for what a later launch or the host does while it runs: launches run one after another, so it is
+  a `deadlock`.
 
 ex2, rcp, rsqrt, lg2, sin, cos and tanh have an H200's bits for every target; that Blackwell has them too is assumed.
 Matrix accumulation follows a declared policy (fast, exact, hopper). Blackwell's own is undocumented. Under the policy

@@ -199,8 +199,14 @@ _ALL = (
     _error(
         "register-pool", "9.7.19.5",
         "setmaxnreg requests what the launch cannot provide: more registers for a warpgroup than the whole CTA was "
-        "launched with, or .dec to more than the warp holds.",
+        "launched with, more for all warps than an SM has, .dec to more than the warp holds, or .inc to fewer.",
         "Launch with more registers per thread (.maxnreg, or fewer threads in .reqntid), or request fewer.",
+    ),
+    _error(
+        "setmaxnreg-unsynchronised", "9.7.19.5",
+        "A warp executes setmaxnreg again, and the warps of its warpgroup have not synchronised since the one before.",
+        "Put a barrier of the warpgroup between the two.",
+        "a barrier of the warpgroup, between the two setmaxnreg",
     ),
     # Barriers.
     _error(
@@ -507,8 +513,8 @@ FAMILIES: Final[Mapping[str, frozenset[str]]] = {
         "wgmma": "register-in-flight missing-wgmma-fence",
         "undefined-values": "uninitialised-shared uninitialised-register uninitialised-tmem uninitialised-global "
         "uninitialised-local",
-        "uniform-warps": "diverged warpgroup-diverged register-pool issued-by-many barrier-misuse "
-        "barrier-phase-unordered",
+        "uniform-warps": "diverged warpgroup-diverged register-pool setmaxnreg-unsynchronised issued-by-many "
+        "barrier-misuse barrier-phase-unordered",
     }.items()
 }
 """The rules of which each page says most."""

@@ -1,6 +1,7 @@
 """`python -m conformance.witness [--only TEXT] [--sources DIR]`: examines every witness and writes the record.
 
-`--schedule NAME` runs them under one schedule instead and writes nothing.
+`--schedule NAME` runs them under one schedule instead and writes nothing. With `--sources`, `--orders K` runs the calls
+of public kernels under K random orders each, and writes results/others.jsonl only.
 
 Each target has its own process, because the compiler reads its target once. A witness that takes too long, or ends its
 process, gets that as its reason.
@@ -32,6 +33,7 @@ from conformance.witness.record import (
     table,
 )
 from conformance.witness.witness import Witness
+from megamoe.records.lines import RecordError
 from megamoe.records.provenance import installed_version
 
 LIMIT_SECONDS = 600
@@ -67,12 +69,17 @@ def _say(row: Row) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns 1 if a witness computes something wrong, or if its faults do not match `known_fault`."""
+    """Returns 1 if a witness computes something wrong, or if its faults do not match `known_fault`; with --orders, if a
+    line of the record has an error. 2 for a meaningless call."""
     parser = argparse.ArgumentParser(prog="conformance.witness", description=__doc__)
     parser.add_argument("--only", default="", help="examine those whose name contains this, and write no record")
     parser.add_argument("--sources", type=Path, help="checkouts of public repositories, as owner+name or name: run too")
     parser.add_argument("--schedule", metavar="NAME", default="", help="run under this one, e.g. random:3; no record")
     parser.add_argument("--resume", action="store_true", help="with --sources: what is not right yet, and no wheel's")
+    parser.add_argument("--orders", type=int, metavar="K", help="with --sources: K random orders of each cheap call; "
+                        "a call that is repeated goes on where the record ends")  # fmt: skip
+    parser.add_argument("--seconds", type=float, metavar="S", help="with --orders: processor time, then no call begins")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="with --orders: another file")
     parser.add_argument("--doors", action="store_true", help="measure what a launch by each door costs, and no more")
     given = parser.parse_args(arguments)
     if given.doors:
@@ -80,6 +87,8 @@ def main(arguments: list[str]) -> int:
 
         door_overhead.renew()
         return 0
+    if given.orders is not None:
+        return _under_random_orders(given, arguments)
     if given.schedule:
         try:
             schedule(given.schedule)
@@ -101,6 +110,27 @@ def main(arguments: list[str]) -> int:
         print(f"no witness has {only!r} in its name; there are: {', '.join(one.name for one in WITNESSES)}")
         return 2
     return _of_wheels(chosen, only, given.schedule)
+
+
+def _under_random_orders(given: argparse.Namespace, arguments: Sequence[str]) -> int:
+    if given.sources is None or not given.sources.is_dir() or given.orders < 1:
+        print("--orders needs a number of at least 1, and --sources a folder with checkouts of public repositories")
+        return 2
+    # It imports the kernels' tests, which no process of a target needs.
+    from conformance.witness import random_orders
+
+    try:
+        return int(
+            not random_orders.renew(
+                given.sources.resolve(), given.orders, given.only, given.seconds, given.record, arguments
+            )
+        )
+    except (RecordError, ValueError) as error:
+        print(error)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same call goes on where its record ends")
+        return 130
 
 
 def absent(packages: Iterable[str]) -> list[str]:

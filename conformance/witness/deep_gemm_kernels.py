@@ -21,6 +21,9 @@ DEEP_GEMM = Checkout("deepseek-ai/DeepGEMM", "54e22612409371d6364144b69086735beb
 _IMPLS = "deep_gemm/include/deep_gemm/impls"
 _BLOCK_K, _STAGES = 128, 3
 """Bytes of a row of a stage, and the number of stages."""
+_ALONE = 128 * 1024
+"""Bytes of shared memory with which a CTA has its SM alone. DeepGEMM's host takes as many stages as there is room for,
+and its sm_100a kernels trap where another CTA holds the first columns of tensor memory."""
 _NORMAL, _OUT = "GemmType::Normal", "cutlass::bfloat16_t"
 MAX_DIFFERENCE = 1e-3
 """The limit of DeepGEMM's own tests."""
@@ -85,7 +88,7 @@ def _bf16(header: Header, m: int, n: int, k: int, cluster: int) -> None:
         template = (major, major, 0, n, k, 128, 128, 64, 1, 128, 128, 128, _STAGES, 128, 128, cluster, "false",
                     SM_COUNT, 128, "false", "false", _NORMAL, "false", _OUT, 100)  # fmt: skip
         maps = (_map(a, 128), _map(b, 128 // cluster), _map(d, 128))
-        smem = 2 * 128 * 64 * 2 + _STAGES * (128 + 128 // cluster) * 64 * 2 + 1024
+        smem = max(_ALONE, 2 * 128 * 64 * 2 + _STAGES * (128 + 128 // cluster) * 64 * 2 + 1024)
     else:
         template = (major, major, 0, n, k, 1, 64, 128, 64, 128, 128, 128, _STAGES, 128, 128, cluster, "false", SM_COUNT,
                     _NORMAL, "false", _OUT)  # fmt: skip

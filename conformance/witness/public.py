@@ -221,9 +221,14 @@ def _open_doors(case: PublicCase, device: Device) -> None:
 
 def judged(case: PublicCase, sources: str, schedule: str = RECORDED) -> PublicRow:
     """Runs a case under `schedule` and returns its row."""
+    return ran(case, sources, schedule)[0]
+
+
+def ran(case: PublicCase, sources: str, schedule: str) -> tuple[PublicRow, list[KernelFinding]]:
+    """Runs a case under `schedule`; returns its row, and its findings of every grade."""
     row = blank(case, Path(sources))
     if row.reason:
-        return row
+        return row, []
     if (beside := str(Path(sources) / PACKAGES)) not in sys.path:
         sys.path.append(beside)
     folder = case.checkout.folder(Path(sources))
@@ -260,7 +265,7 @@ def judged(case: PublicCase, sources: str, schedule: str = RECORDED) -> PublicRo
             status, reason = "argued" if status == "ok" else "defect", " ".join(dict.fromkeys(reasons))
         elif status == "ok":
             status = "finding"
-    return replace(
+    row = replace(
         row,
         status=status,
         reason=" ".join(reason.replace(str(folder), "").split())[:MAX_REASON],
@@ -270,6 +275,7 @@ def judged(case: PublicCase, sources: str, schedule: str = RECORDED) -> PublicRo
         cpu_seconds=round(used, 1),
         seconds=round(time.perf_counter() - begin, 1),
     )
+    return row, device.findings
 
 
 def _argued(ledger: Ledger, finding: KernelFinding) -> str:

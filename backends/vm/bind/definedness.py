@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from backends.vm.bind.flow import Bound, FlowGraph
 from backends.vm.counting import count_nonzero
-from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Key, RegisterRows, Step
+from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Flow, Key, RegisterRows, Step
 from backends.vm.machine.undefined import Bits, all_bits, lanes_of, no_bits, spread
 from backends.vm.memory.definedness import Mask, Origin
 from backends.vm.ptx.ast import Negated
@@ -65,6 +65,13 @@ def _unproven_reads(graph: FlowGraph) -> set[Key]:
 
 PURE = frozenset({"alu", "float", "special", "convert", "move"})
 """Counters of the instructions that only compute: nothing but their results depends on their operands."""
+
+
+def flow_of(items: Sequence[Bound]) -> list[Flow]:
+    """What each instruction reads and writes."""
+    return [Flow(item.uses, item.defines, item.form.counter in PURE) for item in items]
+
+
 _PACKED = {"f32x2": 4, "f16x2": 2, "bf16x2": 2, "u16x2": 2, "s16x2": 2}
 _BY_PARTS = ("add", "sub", "mul", "fma", "neg", "abs", "min", "max", "ex2", "tanh")
 _UNSIGNED = {1: "pred", 16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}

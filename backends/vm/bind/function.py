@@ -13,7 +13,7 @@ import numpy.typing as npt
 from backends.vm.bind.availability import Version, missing
 from backends.vm.bind.binder import Binder, OutsideRingError
 from backends.vm.bind.calls import with_calls_in_place
-from backends.vm.bind.definedness import InstructionCarrier, unwritten_registers
+from backends.vm.bind.definedness import InstructionCarrier, flow_of, unwritten_registers
 from backends.vm.bind.flow import Bound, FlowGraph, check_warpgroup_registers, end_loads_at_use, touched_by
 from backends.vm.bind.forms import Form, bind_in_ring, find
 from backends.vm.bind.lanes import RunFinder
@@ -290,7 +290,7 @@ def _block(
 ) -> Block:
     body = [bound[index] for index in indices]
     block = Block([], [item.instruction for item in body], make_carriers=lambda: [*map(InstructionCarrier, body)],
-                  find_touched=lambda: touched_by(body))  # fmt: skip
+                  find_touched=lambda: touched_by(body), find_flow=lambda: flow_of(body))  # fmt: skip
     block.classes.update(item.form.counter for item in body)
     after = block_of.get(indices.stop, len(block_of))
     for item in body:

@@ -450,9 +450,9 @@ def _perform(program: int, number: int, warp: Warp) -> int:
     return _run()(program, number, warp.registers.bounds_address, warp.mask_address)
 
 
-_MARK, _MET, _UNEVEN, _ANSWER, _STORED, _STORED_GLOBALLY = (
-    WORD[name] for name in ("mark", "met", "uneven", "answer", "stored", "stored_globally")
-)
+_MARK, _MET, _UNEVEN, _ANSWER = (WORD[name] for name in ("mark", "met", "uneven", "answer"))
+_STORED, _CHANGED = WORD["stored"], WORD["changed"]
+_STORED_GLOBALLY, _CHANGED_GLOBALLY = WORD["stored_globally"], WORD["changed_globally"]
 
 
 def _tell(warp: Warp) -> None:
@@ -465,12 +465,12 @@ def _tell(warp: Warp) -> None:
 def _note_stores(warp: Warp) -> int:
     """After accesses: let waiters for a store go on. Returns the answer that must be looked at, 0 for none."""
     told = warp.registers.told
-    if stored := told[_STORED]:
-        warp.note_stores(stored)
-        told[_STORED] = 0
-    if stored := told[_STORED_GLOBALLY]:
-        warp.note_global_stores(stored)
-        told[_STORED_GLOBALLY] = 0
+    if told[_STORED]:
+        warp.note_stores(told[_CHANGED])
+        told[_STORED] = told[_CHANGED] = 0
+    if told[_STORED_GLOBALLY]:
+        warp.note_global_stores(told[_CHANGED_GLOBALLY])
+        told[_STORED_GLOBALLY] = told[_CHANGED_GLOBALLY] = 0
     answer = told[_ANSWER]
     if answer:
         told[_ANSWER] = 0

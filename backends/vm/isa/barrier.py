@@ -54,9 +54,8 @@ def _check_after_last_phase(warp: Warp, number: int, barrier: NamedBarrier) -> N
     """
     if barrier.awaited.get(warp.agent) == barrier.generation:
         return
-    seen, earlier = warp.clock.seen, warp.clock.earlier
     for one in barrier.last_arrivals:
-        if seen[one.agent] < one.epoch and (earlier is None or earlier[one.agent] < one.epoch):
+        if not warp.clock.comes_after(one.agent, one.epoch):
             who = warp.agents.name(one.agent)
             report(Fault("barrier-phase-unordered", f"nothing orders this arrival at barrier {number} after the "
                          f"barrier's last phase, at which {who} arrived at PTX line {one.line}: it may count for that "

@@ -6,8 +6,8 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
 from backends.vm.machine.code import NEXT, Wait
+from backends.vm.machine.register_pool import RegisterPool, Resize
 from backends.vm.machine.warp import Warp
-from backends.vm.machine.warpgroup import RegisterPool, Resize
 from backends.vm.ptx.ast import Symbol
 
 
@@ -81,9 +81,9 @@ def setmaxnreg(b: Binder) -> Step:
         warp.meet("setmaxnreg")
         pool = warp.cta.register_pool
         pool.check_possible(warp.index, one)
-        pool.resize(warp.index, one)
+        pool.execute(warp, one)
         if not pool.lacking(warp.index, count):
-            pool.take(warp.index, one)
+            pool.take(warp, one)
             warp.cta.machine.engine.events += 1
             return NEXT
         return Wait(
@@ -92,7 +92,7 @@ def setmaxnreg(b: Binder) -> Step:
                 f"{pool.lacking(warp.index, count)} more registers: of the {pool.size} of its CTA "
                 f"{pool.free} are free and the warps hold {_held(pool)} a thread"
             ),
-            finish=lambda: pool.take(warp.index, one),
+            finish=lambda: pool.take(warp, one),
         )
 
     return step

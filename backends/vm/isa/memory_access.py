@@ -395,9 +395,6 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
             held[place] = element.wrapped(new)
         stored = np.ascontiguousarray(element.words(held).reshape(len(held), -1)).view(np.uint8)
         access.store(warp, space, places, stored, line, strong=True, lanes=lanes[first])
-        if stored.tobytes() == found.tobytes():
-            # A failed cas is no progress: lanes that retry a lock count as spinning.
-            warp.cta.machine.engine.events -= 1
         access.synchronise(warp, space, places, sem, scope, acquire=False, release=True, meetings=meetings)
         if target is not None:
             getattr(warp, view)[target][lanes] = element.words(returned)

@@ -30,7 +30,8 @@ def _changed(warp: Warp, space: str, address: int, lane: int, line: int, change:
     if where.startswith("shared"):
         at = warp.cta.own_offset(at, "tensormap.replace")
         lower = np.array([at], np.int64)
-        warp.cta.smem.store(lower, change(_from_smem(warp, at)), warp.clock, warp.stamp, line)
+        if warp.cta.smem.store(lower, change(_from_smem(warp, at)), warp.clock, warp.stamp, line):
+            warp.cta.machine.engine.repeat()
     elif where == "global":
         lower = np.array([at], np.int64)
         store(warp, "global", lower, change(memory.load(lower, MAP_HALF)), line, lanes=np.array([lane]))

@@ -315,6 +315,7 @@ def store(b: Binder) -> Step:
             tmem.begin_write(cells, warp.clock, pending_stamp(warp.agent), line, "tcgen05.st writes", own=warp.agent)
             warp.tmem_stores.append(cells)
         store_registers(tmem.data, lane, column, layout, np.array([registers[row] for row in rows]))
+        warp.cta.machine.engine.repeat()
 
     keys = [(32, row) for row in rows]
 

@@ -222,25 +222,26 @@ def _store(
 ) -> None:
     space, addresses = resolve(space, addresses)
     engine = warp.cta.machine.engine
-    engine.events += 1
     if space.startswith("shared"):
-        engine.repeatable += not strong
         cta, offsets = owner(warp, space, addresses, "store")
         count_banks(warp, offsets, values.shape[1])
         if not strong:
             check_acquired(warp, cta, offsets, values.shape[1], lanes, writes=True)
-        cta.smem.store(offsets, values, warp.clock, warp.stamp, line, strong=strong)
+        changed = cta.smem.store(offsets, values, warp.clock, warp.stamp, line, strong=strong)
         cta.smem.note_lanes(offsets, values.shape[1], lanes, 0 if strong else warp.meetings)
         if not strong:
             warp.stored_at = warp.meetings
+        engine.repeatable += changed and not strong
     elif space == "local":
-        index = _local_index(warp, addresses, values.shape[1], lanes)
-        warp.local.data[index], warp.local.defined[index] = values, True
+        local, index = warp.local, _local_index(warp, addresses, values.shape[1], lanes)
+        changed = local.data[index].tobytes() != values.tobytes() or not local.defined[index].all()
+        local.data[index], local.defined[index] = values, True
     elif space == "param":
         raise Fault("read-only", "store to parameter space", lane=0, address=int(addresses[0]))
     else:
         _note_store(warp, addresses, values, line, lanes, strong=strong)
-        warp.cta.machine.memory.store(addresses, values)
+        changed = warp.cta.machine.memory.store(addresses, values)
+    engine.events += changed
 
 
 def undefine(
@@ -369,28 +370,36 @@ def synchronise(
 ) -> None:  # fmt: skip
     """A strong operation on flags: a release stores the warp's clock in them, an acquire takes over the clocks there.
 
-    Call it before the access for an acquire, after it for a release. In global memory, a relaxed operation of a scope
-    beyond the cluster needs the fence of the ISA's patterns (backends.vm.memory.clocks). Elsewhere it counts as acquire
-    and release. `meetings`: the warp's count before an acquire by the same operation, because that acquire does not
-    order what other lanes stored before it.
+    Call it before the access for an acquire, after it for a release. A relaxed operation needs the fences of the ISA's
+    patterns (8.9.2, 8.9.3): it stores what a fence has covered, and what it finds is known after a fence. `.volatile`
+    and an atomic without an order are relaxed. `meetings`: the warp's count before an acquire by the same operation,
+    because that acquire does not order what other lanes stored before it.
     """
     races = warp.cta.machine.races
     before = warp.acquiring() if acquire else None
     for address in dict.fromkeys(addresses.tolist()):
         where, own = resolve(space, np.array([address], np.int64))
         place = int(own[0])
-        wide = where == "global" and scope not in ("cta", "cluster")
-        takes, gives = not wide or sem in ("acquire", "acq_rel"), not wide or sem in ("release", "acq_rel")
-        if wide and acquire:
-            races.acquire(place, warp, ordered=takes)
-        if wide and release:
-            races.release(place, warp, ordered=gives)
+        takes, gives = sem in ("acquire", "acq_rel"), sem in ("release", "acq_rel")
+        if where == "global" and scope not in ("cta", "cluster"):
+            if acquire:
+                races.acquire(place, warp, ordered=takes)
+            if release:
+                races.release(place, warp, ordered=gives)
         flags, key = warp.cta.cluster.flags, (where.partition("::")[0], place)
         rank, narrow = warp.cta.place.cta_rank, scope == "cta"
-        if acquire and takes and key in flags:
-            flags[key].take(warp.clock, rank, narrow=narrow)
-        if release and gives:
-            flags.setdefault(key, Carried()).give(warp.clock, rank, narrow=narrow)
+        if acquire and key in flags:
+            if takes:
+                flags[key].take(warp.clock, rank, narrow=narrow)
+            else:
+                warp.noticed[id(flags[key])] = flags[key]
+        if release:
+            held = flags.setdefault(key, Carried())
+            if gives:
+                held.give(warp.clock, rank, narrow=narrow)
+            else:
+                held.give(warp.released, rank, narrow=narrow)
+                held.give(warp.released_to_cta, rank, narrow=True)
     if before is not None:
         warp.have_acquired(before)
     if release:

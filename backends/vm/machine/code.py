@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 
 Step = Callable[["Warp"], object]
+Key = tuple[int, int]
+"""A register: its container width in bits, and its row among the registers of that width."""
 
 
 class _Sentinel:
@@ -43,6 +45,9 @@ OFTEN, FACTOR = 2, 4
 """A block first looks for runs at execution OFTEN, and again each time FACTOR times as many have passed. Most kinds of
 instructions have machine code by then, from other functions. A block that runs once does not repay the search."""
 HANDLED: Final = _Sentinel()
+CLOCKS: Final = ("%clock", "%globaltimer")
+MAX_PATHS: Final = 256
+"""Paths whose deciding registers a function remembers."""
 
 
 @dataclass(slots=True)
@@ -84,6 +89,14 @@ class QuickRun(Protocol):
         ...
 
 
+class Flow(NamedTuple):
+    """What an instruction reads, its guard included, and writes. `computes`: it does nothing but write its results."""
+
+    uses: tuple[Key, ...]
+    defines: tuple[Key, ...]
+    computes: bool
+
+
 FindRuns = Callable[[int], tuple[Mapping[int, QuickRun], bool]]
 """Takes the number of executions since the last call. Returns the runs of a block by their first step, and whether
 there may be more later."""
@@ -98,7 +111,7 @@ class Block:
     """Steps in order, then `tail` (None: fall through). `classes` counts its instructions by counter name.
 
     `make_carriers` makes one carrier per instruction. It runs the instruction when a register that it touches may be
-    undefined. `find_touched`: the registers that they touch.
+    undefined. `find_touched`: the registers that they touch. `find_flow`: what each reads and writes.
 
     `quick` holds the steps for when every register is defined, with `runs` (by the index of their first step) in place.
     After `left` more executions the block calls `find_runs` again; the interval grows by FACTOR each time. A block
@@ -111,6 +124,7 @@ class Block:
     classes: Counter[str] = field(default_factory=Counter[str])
     make_carriers: Callable[[], Sequence[Carrier]] = tuple
     find_touched: Callable[[], frozenset[Key]] = frozenset
+    find_flow: Callable[[], Sequence[Flow]] = tuple
     find_runs: FindRuns | None = None
     runs: Mapping[int, QuickRun] = field(init=False, default_factory=dict[int, "QuickRun"])
     quick: list[Step] = field(init=False)
@@ -166,6 +180,7 @@ class Code:
     _classes: tuple[tuple[str, ...], npt.NDArray[np.int64]] | None = None
     _constant_loads: dict[int, str] | None = None
     _idle_waits: frozenset[int] | None = None
+    _deciding: dict[frozenset[int], Deciding] = field(default_factory=dict[frozenset[int], "Deciding"])
 
     @property
     def idle_waits(self) -> frozenset[int]:
@@ -173,6 +188,20 @@ class Code:
         if self._idle_waits is None:
             self._idle_waits = _idle_waits(self)
         return self._idle_waits
+
+    def deciding(self, path: frozenset[int]) -> Deciding:
+        """The registers that change in the blocks `path` and decide there what happens outside of registers.
+
+        A branch, a guard, an address, a stored value, or an operand of an instruction that synchronises, copies or
+        multiplies matrices depends on them, through any number of instructions of `path`. As long as a warp stays in
+        `path`, only they tell apart what it does next.
+        """
+        known = self._deciding.get(path)
+        if known is None:
+            if len(self._deciding) >= MAX_PATHS:
+                self._deciding.clear()
+            known = self._deciding[path] = Deciding.of([self.blocks[at] for at in sorted(path)])
+        return known
 
     @property
     def classes(self) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
@@ -221,6 +250,39 @@ def _comes_back(code: Code, wait: int, block_at: Mapping[int, int]) -> bool:
         if at == wait:
             return True
     return False
+
+
+class Deciding(NamedTuple):
+    """The registers that decide in some blocks: those with values from a clock of these blocks, and the others."""
+
+    clocked: frozenset[Key]
+    others: frozenset[Key]
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block]) -> Deciding:
+        """See Code.deciding."""
+        flows = [flow for block in blocks for flow in block.find_flow()]
+        texts = [one.text for block in blocks for one in block.instructions]
+        clocks = [flow for flow, text in zip(flows, texts, strict=True) if any(one in text for one in CLOCKS)]
+        clocked = _closed({key for flow in clocks for key in flow.defines}, [(one.uses, one.defines) for one in flows])
+        # Backwards, because results are mostly used below.
+        backwards = [(one.defines, one.uses) for one in reversed(flows) if one.computes]
+        found = _closed({key for one in flows if not one.computes for key in one.uses}, backwards)
+        deciding = {key for one in flows for key in one.defines if key in found}
+        return cls(frozenset(deciding & clocked), frozenset(deciding - clocked))
+
+
+def _closed(begin: set[Key], edges: Sequence[tuple[Sequence[Key], Sequence[Key]]]) -> set[Key]:
+    """`begin`, and what any number of `edges` (from, to) leads to from there."""
+    found, left, before = set(begin), list(edges), -1
+    while len(left) != before:
+        before, searched, left = len(left), left, list[tuple[Sequence[Key], Sequence[Key]]]()
+        for edge in searched:
+            if found.isdisjoint(edge[0]):
+                left.append(edge)
+            else:
+                found.update(edge[1])
+    return found
 
 
 @dataclass(slots=True)
@@ -302,8 +364,6 @@ def first_lanes(count: int) -> npt.NDArray[np.bool_]:
 
 Row = npt.NDArray[np.generic]
 RowIndex = slice | npt.NDArray[np.intp]
-Key = tuple[int, int]
-"""A register: its container width in bits, and its row among the registers of that width."""
 
 
 _WIDTHS: Final = tuple(STORAGE)
@@ -332,13 +392,13 @@ def place_of(key: Key) -> tuple[int, int]:
 
 WARP_WORDS: Final = (
     "parameters", "parameter_bytes", "launch", "changes", "shared", "base", "seen", "agent", "cluster", "mark", "met",
-    "uneven", "answer", "served", "stored", "stored_globally",
+    "uneven", "answer", "served", "stored", "stored_globally", "changed", "changed_globally",
 )  # fmt: skip
 """What memory-accessing machine code reads from and leaves for its warp. It reads: the address and size in bytes of the
 launch's parameters, the number of the launch, the address of access_code.CHANGES, the address of shared memory (0: not
 for machine code) and its base, the warp's clock, its agent, the mark of its cluster, its own mark and how often it has
 met, and whether its lanes know unevenly. It leaves: the last answer that Python must look at, how many groups of lanes
-the banks have served, and the stores to shared and to global memory."""
+the banks have served, the stores to shared and to global memory, and how many of these have changed something."""
 WORD: Final = {name: 2 * len(_WIDTHS) + 1 + index for index, name in enumerate(WARP_WORDS)}
 
 
@@ -515,14 +575,9 @@ class RegisterFile:
         """The registers of 32 bits and their literals, by row: [rows, 32]."""
         return cast("npt.NDArray[np.uint32]", self._storage[32])
 
-    def content(self, without: frozenset[Key]) -> bytes:
-        """The values of all registers but those of `without`."""
-        parts: list[bytes] = []
-        for width, count in self._counts.items():
-            left = {row for wide, row in without if wide == width}
-            rows = self._storage[width][:count]
-            parts.append((np.delete(rows, sorted(left), axis=0) if left else rows).tobytes())
-        return b"".join(parts)
+    def content(self, of: Mapping[int, RowIndex]) -> bytes:
+        """The values of the registers `of`: their rows, by width."""
+        return b"".join([self._storage[width][rows].tobytes() for width, rows in of.items()])
 
     def view(self, name: str) -> Shown:
         """The rows as the view `name` shows them: arrays [32], or [32, n] for packed views."""

@@ -12,9 +12,10 @@ from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, report
 from backends.vm.machine import special
 from backends.vm.machine.code import LANES, STORAGE, Row, RowIndex, index_of, take_registers
+from backends.vm.machine.register_pool import REGISTERS, RegisterPool
 from backends.vm.machine.special import Dim3, Place
 from backends.vm.machine.warp import Warp
-from backends.vm.machine.warpgroup import RegisterPool, Warpgroup
+from backends.vm.machine.warpgroup import Warpgroup
 from backends.vm.memory.clocks import ACCUMULATORS, Agents, Carried, Clock
 from backends.vm.memory.global_memory import PARAM_WINDOW
 from backends.vm.memory.mbarrier import MBarrier, Signaller
@@ -293,12 +294,8 @@ class Cta:
                     for left in groups.unread():
                         self._left(left.operation, f"the thread ends without a {kind}.wait_group for it", warp.name,
                                    rule=rule, lane=lane)  # fmt: skip
-        if "register_pool" in self.__dict__ and (found := self.register_pool.left_alone()) is not None:
-            warp, other, one = found
-            report(Fault("warpgroup-diverged", f"warp {warp} ends without the setmaxnreg.{one.way} {one.count} that "
-                         f"warp {other} of its warpgroup has executed; all warps of a warpgroup execute the same",
-                         kernel=self.function.name, line=one.line, text=one.text,
-                         where=self.warps[other].name))  # fmt: skip
+        if "register_pool" in self.__dict__:
+            self._check_registers(self.register_pool)
         for group in self.warpgroups.values():
             for warp, part in zip(self.warps[group.first :], group.parts, strict=False):
                 for left in part.pending():
@@ -315,6 +312,21 @@ class Cta:
             report(Fault("tmem-leak", f"the CTA ends with tensor memory allocated: {held}; tcgen05.dealloc is missing",
                          kernel=self.function.name, where=f"CTA {self.place.ctaid}",
                          other=OtherAccess("the CTA", "allocated", self.tmem.allocations[0].line)))  # fmt: skip
+
+    def _check_registers(self, pool: RegisterPool) -> None:
+        """Report a setmaxnreg that part of a warpgroup has not executed, or registers that no SM has."""
+        if (found := pool.left_alone()) is not None:
+            warp, other, one = found
+            report(Fault("warpgroup-diverged", f"warp {warp} ends without the setmaxnreg.{one.way} {one.count} that "
+                         f"warp {other} of its warpgroup has executed; all warps of a warpgroup execute the same",
+                         kernel=self.function.name, line=one.line, text=one.text,
+                         where=self.warps[other].name))  # fmt: skip
+        if (excess := pool.beyond_the_sm()) is not None:
+            one = excess.done.one
+            report(Fault("register-pool", f"with setmaxnreg.{one.way} to {one.count} registers a thread the warps of "
+                         f"the CTA hold {excess.held}, and an SM has {REGISTERS}; the launch states no number of "
+                         "registers, and with any number it would wait for ever", kernel=self.function.name,
+                         line=one.line, text=one.text, where=self.warps[excess.warp].name))  # fmt: skip
 
     def _left(
         self, operation: Signaller, but: str, where: str, *, rule: str = "exit-with-pending-operation",

@@ -51,8 +51,9 @@ class Operation:
 class Engine:
     """Pending operations in order of issue. `events` counts everything that could let a warp move on.
 
-    `repeatable`: how many of these were arrivals at barriers and mbarriers, or weak stores to shared memory.
-    `performing`: the operation that is ending right now.
+    A store or an atomic that leaves what was there, such as a failed cas, lets nobody move on. `repeatable`: how many
+    events were arrivals at barriers and mbarriers, or weak stores to shared memory. `performing`: the operation that is
+    ending right now.
     """
 
     defers: bool

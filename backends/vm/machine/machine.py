@@ -43,6 +43,8 @@ MAX_CTAS = 1 << 20
 """CTAs of a grid: a limit of this machine, which would take hours for more than a million."""
 STORES = ("st", "stmatrix", "cp", "discard")
 """First parts of the opcodes that write the contents of a register or of shared memory to global memory."""
+MOST_ADMITTED = 64
+"""Clusters that join at a time those that all spin."""
 LONG_RUN = 2000
 """Turns after which one more cluster joins those in flight: they may wait for it in global memory."""
 
@@ -444,6 +446,11 @@ class Run:
     def admit_one_more(self) -> None:
         """Launch one more cluster than the schedule keeps in flight."""
         self._admit(len(self.resident) + 1)
+
+    def admit_more(self) -> bool:
+        """Launch as many clusters as are in flight, or as many as are left, up to MOST_ADMITTED. False if none is
+        left."""
+        return self._admit(len(self.resident) + min(len(self.resident), MOST_ADMITTED), only_new=True)
 
     def _retire(self) -> bool:
         if not self.some_ended:

@@ -17,7 +17,7 @@ from backends.vm.machine import access
 from backends.vm.machine.code import LANES, SCRATCH_PLACES, Key, first_lanes, place_of
 from backends.vm.machine.run_access import SITE, RunAccess, of_global, of_shared
 from backends.vm.memory.access_code import CHANGES, NO, NO_ROOM, OnDemand, code_of
-from backends.vm.memory.compiled_access import CONFLICT, SERVED_SHIFT, Kind, Perform, performer, program
+from backends.vm.memory.compiled_access import CHANGED, CONFLICT, SERVED_SHIFT, Kind, Perform, performer, program
 from backends.vm.memory.definedness import Missing
 from backends.vm.memory.global_memory import SHARED_WINDOW, WINDOW_SHIFT
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
@@ -132,7 +132,7 @@ class QuickAccess:
             self._site[SITE["performer"]] = code_of(perform)
         self.count(warp, answer)
         if self._stores:
-            warp.note_stores()
+            warp.note_stores(answer & CHANGED)
         return answer
 
     def count(self, warp: Warp, answer: int) -> None:
@@ -166,5 +166,5 @@ class QuickAccess:
                 code_of(perform), self._stores, buffer.base, place.address, warp.cta.launch, CHANGES[0], waited
             )  # fmt: skip
         if self._stores:
-            warp.note_global_stores()
+            warp.note_global_stores(answer & CHANGED)
         return answer

@@ -16,7 +16,7 @@ from llvmlite import ir
 
 from backends.vm.machine.code import LANES, WORD
 from backends.vm.memory.access_code import I8, I32, I64, POINTER, number
-from backends.vm.memory.compiled_access import CONFLICT, SERVED_SHIFT, UNDEFINED
+from backends.vm.memory.compiled_access import CHANGED, CONFLICT, SERVED_SHIFT, UNDEFINED
 from backends.vm.memory.global_memory import PARAM_WINDOW
 from backends.vm.numerics.compiled import ENTRY, linked
 
@@ -96,7 +96,7 @@ class _Code:
         return linked(self.module)
 
 
-def _perform(code: _Code, site: Any, place: Any, base: Any, mark: Any, stored: str) -> None:
+def _perform(code: _Code, site: Any, place: Any, base: Any, mark: Any, where: str) -> None:
     b = code.b
     performer = code.at(site, SITE["performer"])
     code.refuse(b.or_(code.is_zero(performer), code.is_zero(place)))
@@ -105,7 +105,10 @@ def _perform(code: _Code, site: Any, place: Any, base: Any, mark: Any, stored: s
                  code.told("met"), code.told("agent")]  # fmt: skip
     answer = b.call(b.inttoptr(performer, _PERFORMER.as_pointer()), arguments)
     code.refuse(b.icmp_signed("<", answer, number(0)))
+    stored, changed = f"stored{where}", f"changed{where}"
     code.tell(stored, b.add(code.told(stored), code.at(site, SITE["stores"])))
+    new = b.zext(b.icmp_signed("!=", b.and_(answer, number(CHANGED)), number(0)), I64)
+    code.tell(changed, b.add(code.told(changed), new))
     looks = b.icmp_signed("!=", b.and_(answer, number(UNDEFINED | CONFLICT)), number(0))
     code.tell("answer", b.select(looks, answer, number(0)))
     code.refuse(looks)
@@ -118,7 +121,7 @@ def of_shared() -> int:
     code = _Code()
     site = code.pointer(code.at(code.rows, 0))
     code.refuse(code.b.not_(code.is_zero(code.told("uneven"))))
-    _perform(code, site, code.told("shared"), code.told("base"), code.told("mark"), "stored")
+    _perform(code, site, code.told("shared"), code.told("base"), code.told("mark"), "")
     return code.address()
 
 
@@ -135,7 +138,7 @@ def of_global() -> int:
     missing = code.is_zero(code.at(code.pointer(code.told("seen")), waited))
     code.refuse(b.and_(b.not_(code.is_zero(waited)), missing))
     mark = b.or_(code.told("cluster"), code.told("mark"))
-    _perform(code, site, code.at(site, SITE["place"]), code.at(site, SITE["base"]), mark, "stored_globally")
+    _perform(code, site, code.at(site, SITE["place"]), code.at(site, SITE["base"]), mark, "_globally")
     return code.address()
 
 

@@ -1,8 +1,10 @@
 """Detects warps that run without progress: their state recurs while nothing happens in the machine.
 
-A warp that returns to the same place with the same registers, while no memory, mbarrier or barrier has changed and no
-operation is pending, will do the same for ever. Registers that come from a clock are left out, since they never recur.
-A kernel that reads clocks may be waiting for a time, so it gets CLOCK_PATIENCE blocks.
+A warp that returns to the same place with the same deciding registers (Code.deciding), while no memory, mbarrier or
+barrier has changed and no operation is pending, will do the same for ever. Stores and atomics that leave what was there
+change nothing: whoever moves first, all read and write the same again. A counter that only counts the rounds of a loop
+decides nothing, so it is no state. Registers that come from a clock are left out, since they never recur. A kernel
+that decides by clocks may be waiting for a time, so it gets CLOCK_PATIENCE blocks.
 
 Warps of a cluster may spin together: one polls, stores the result to shared memory, and all read it behind a barrier,
 or behind a wait for an mbarrier. Then their joint state must recur, with shared and tensor memory, the barriers and the
@@ -10,27 +12,32 @@ mbarriers, while nothing else has changed. From there each warp's path is the sa
 waits and weak accesses to shared memory do not show a warp in what order the others move, unless they race.
 mbarrier.test_wait and pending_count do show it. A kernel with these is looked at only under schedules in which the same
 state leads to the same turns, which are all but the random ones.
+
+If clusters are left that have not begun, the others may be spinning on them: then more of them begin.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backends.vm.machine.code import WIDTH_OF_TYPE, Key
+from backends.vm.machine.code import WIDTH_OF_TYPE, index_of
 from backends.vm.machine.warp import FIRST_PATIENCE, Warp
 from backends.vm.ptx.ast import Address, Instruction, Pair, Register, Vector
 
 if TYPE_CHECKING:
+    from backends.vm.machine.cta import Cluster
     from backends.vm.machine.machine import Run
-    from backends.vm.ptx.ast import Function, Operand
+    from backends.vm.ptx.ast import Operand
 
 QUIET_TURNS = 16
 """Turns of the schedule per warp without an event before the warps are looked at, and between looks."""
+MANY_WARPS, EARLY_TURNS = 16, 5
+"""A run of so many warps, whose turns take long, is also looked at in each of the first turns."""
 CLOCK_PATIENCE = 200_000
 """Blocks that a warp that reads clocks may run while nothing happens: a second or two."""
 DIVERGED_PATIENCE = 3 * FIRST_PATIENCE
@@ -38,65 +45,139 @@ DIVERGED_PATIENCE = 3 * FIRST_PATIENCE
 _TELLING = (("mbarrier", "test_wait"), ("mbarrier", "pending_count"))
 """Instructions that tell a warp what others have done so far."""
 _POLLS = ("ld", "atom", "mbarrier")
-_CLOCKS = ("%clock", "%globaltimer")
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A warp since the last event: its block counts at first and at the last look, and its states."""
+    """A warp since the last event: its block counts at first and at the last look, and its states.
+
+    `blocks` are those that it has run since the last look, `path` those since the first of `states`. `recurs`: a state
+    has recurred, so that it will for ever.
+    """
 
     first: int
     executed: list[int]
     states: set[bytes] = field(default_factory=set[bytes])
     blocks: tuple[int, ...] = ()
+    path: frozenset[int] = frozenset()
+    recurs: bool = False
+
+    def look(self, warp: Warp, *, afresh: bool) -> bool:
+        """Update the record. Returns whether the earlier states are of no use: `afresh`, or the path has grown."""
+        ran = zip(warp.executed, self.executed, strict=True)
+        self.blocks = tuple(number for number, (now, then) in enumerate(ran) if now > then)
+        self.executed = list(warp.executed)
+        path = frozenset(self.blocks) if afresh else self.path.union(self.blocks)
+        grown = len(path) > len(self.path)
+        self.path = path
+        return afresh or grown
+
+    def clocked(self, warp: Warp) -> bool:
+        """Whether values from a clock decide on the path."""
+        return bool(warp.code.deciding(self.path).clocked)
+
+
+@dataclass(slots=True)
+class _Looks:
+    """The looks at the warps of a run since the last event. A warp may come to its loop late, so that its path has
+    blocks which it does not run again: paths begin afresh at looks 2, 4, 8 and so on."""
+
+    count: int = 0
+    watched: dict[int, _Watched] = field(default_factory=dict[int, _Watched])
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.count = 0
+        self.watched.clear()
+
+    def begin(self) -> bool:
+        """Begin a look. Returns whether paths begin afresh."""
+        self.count += 1
+        return self.count & (self.count - 1) == 0
+
+    def at(self, warp: Warp, *, afresh: bool) -> tuple[_Watched, bool]:
+        """The record of `warp`, and whether its earlier states are of no use."""
+        known = self.watched.get(id(warp))
+        if known is None:
+            self.watched[id(warp)] = known = _Watched(sum(warp.executed), list(warp.executed))
+        return known, known.look(warp, afresh=afresh)
+
+
+def _time_to_look(run: Run, turns: int, early: int = 0) -> bool:
+    """Whether to look at the warps after `turns` turns: in each of the first `early` turns per warp, and later once in
+    QUIET_TURNS."""
+    rounds, rest = divmod(turns, run.machine.schedule.turns_of(len(run.warps)))
+    return not rest and (rounds <= early or rounds % QUIET_TURNS == 0)
 
 
 @dataclass(slots=True)
 class RoundWatch:
-    """Detects warps that spin together. `events`: at the last look; `changes`: those that no spinning CTA repeats."""
+    """Detects warps that spin together. `events`: at the last look; `changes`: those that no spinning CTA repeats.
+
+    `states`: the joint states of each cluster, by its serial number. `recurring`: clusters of which one has recurred,
+    so that it will for ever.
+    """
 
     changes: int = -1
     events: int = -1
     turns: int = 0
     expired: bool = False
-    states: set[bytes] = field(default_factory=set[bytes])
-    watched: dict[int, _Watched] = field(default_factory=dict[int, _Watched])
+    states: dict[int, set[bytes]] = field(default_factory=dict[int, set[bytes]])
+    recurring: set[int] = field(default_factory=set[int])
+    looks: _Looks = field(default_factory=_Looks)
 
     def stuck(self, run: Run) -> str | None:
         """As SpinWatch.stuck."""
         engine = run.engine
         if engine.events - engine.repeatable != self.changes:
             self.changes, self.turns, self.expired = engine.events - engine.repeatable, 0, False
-            self.states.clear()
-            self.watched.clear()
+            self._forget()
             return None
         self.turns += 1
-        every = QUIET_TURNS * run.machine.schedule.turns_of(len(run.warps))
-        if self.turns % every or engine.pending or run.queue or engine.events == self.events or _by_chance(run):
+        if engine.pending or engine.events == self.events or not _time_to_look(run, self.turns) or _by_chance(run):
             return None
         self.events = engine.events
-        living = [warp for warp in run.warps if not warp.done]
-        moving = [warp for warp in living if _looked_at(self.watched, warp).blocks]
-        able = [warp for warp in living if warp.waiting() is None]
-        if any(warp not in moving for warp in able) or not all(self._patient(warp) for warp in living):
-            self.states.clear()
+        afresh = self.looks.begin()
+        # No cluster sees what another does, since only shared memory changes.
+        recurring = [self._recurs(cluster, afresh=afresh) for cluster in run.resident]
+        if not all(recurring):
             return None
-        state = _state_of_all(run, living)
-        if state not in self.states:
-            self.states.add(state)
-            return None
-        if not self.expired:
+        if run.admit_more() or (not self.expired and run.expire()):
             self.expired = True
-            if run.expire():
-                self.states.clear()
-                return None
-        return "; ".join(grouped(moving, self.watched))
+            self._forget()
+            return None
+        moving = [warp for warp in run.warps if not warp.done and self.looks.watched[id(warp)].path]
+        return "; ".join(grouped(moving, self.looks.watched))
+
+    def _recurs(self, cluster: Cluster, *, afresh: bool) -> bool:
+        serial, states = cluster.agents.serial, self.states.setdefault(cluster.agents.serial, set())
+        living = [warp for warp in cluster.warps if not warp.done]
+        looked = {id(warp): self.looks.at(warp, afresh=afresh) for warp in living}
+        if any(useless for _, useless in looked.values()):
+            states.clear()
+        clocked = any(looked[id(warp)][0].clocked(warp) for warp in living)
+        if clocked or any(_others(warp) for warp in living):
+            self.recurring.discard(serial)
+        still = any(not looked[id(warp)][0].blocks for warp in living if warp.waiting() is None)
+        if still or not all(self._patient(warp) for warp in living):
+            states.clear()
+            return serial in self.recurring
+        state = _state_of(cluster, living, self.looks.watched)
+        recurs = state in states
+        states.add(state)
+        if recurs and not clocked:
+            self.recurring.add(serial)
+        return recurs or serial in self.recurring
+
+    def _forget(self) -> None:
+        self.states.clear()
+        self.recurring.clear()
+        self.looks.clear()
 
     def _patient(self, warp: Warp) -> bool:
         """Whether `warp` waits for no clock and has no other lanes that could run."""
-        if any(strand.able for strand in warp.strands[1:]):
-            return False
-        return not _clock_registers(warp) or sum(warp.executed) - self.watched[id(warp)].first >= CLOCK_PATIENCE
+        known = self.looks.watched[id(warp)]
+        return not _others(warp) and (not known.clocked(warp) or sum(warp.executed) - known.first >= CLOCK_PATIENCE)
 
 
 @dataclass(slots=True)
@@ -109,79 +190,54 @@ class SpinWatch:
     events: int = -1
     turns: int = 0
     expired: bool = False
-    watched: dict[int, _Watched] = field(default_factory=dict[int, _Watched])
+    looks: _Looks = field(default_factory=_Looks)
 
     def stuck(self, run: Run) -> str | None:
         """Call after a turn in which a warp ran. Returns None, or the sentence about a run that will never end."""
         if run.engine.events != self.events:
             self.events, self.turns, self.expired = run.engine.events, 0, False
-            self.watched.clear()
+            self.looks.clear()
             return None
         self.turns += 1
-        every = QUIET_TURNS * run.machine.schedule.turns_of(len(run.warps))
-        if self.turns % every or run.engine.pending or run.queue:
+        early = EARLY_TURNS if len(run.warps) >= MANY_WARPS else 0
+        if run.engine.pending or not _time_to_look(run, self.turns, early):
             return None
         spinning = [warp for warp in run.warps if not warp.done and warp.waiting() is None]
-        recurring = [warp for warp in spinning if self._recurs(warp)]
+        afresh = self.looks.begin()
+        recurring = [warp for warp in spinning if self._recurs(warp, afresh=afresh)]
         if not spinning or len(recurring) < len(spinning):
             return None
-        if not self.expired:
-            self.expired = True
-            if run.expire():
-                self.watched.clear()
-                return None
-        return "; ".join(grouped(spinning, self.watched))
+        if run.admit_more() or (not self.expired and run.expire()):
+            self.expired, self.turns = True, 0
+            self.looks.clear()
+            return None
+        return "; ".join(grouped(spinning, self.looks.watched))
 
-    def _recurs(self, warp: Warp) -> bool:
-        known = _looked_at(self.watched, warp)
-        clocks = _clock_registers(warp)
-        state = _state(warp, clocks)
-        recurs = state in known.states
+    def _recurs(self, warp: Warp, *, afresh: bool) -> bool:
+        known, useless = self.looks.at(warp, afresh=afresh)
+        if useless:
+            known.states.clear()
+        clocks, others = known.clocked(warp), _others(warp)
+        state = _state(warp, known.path)
+        known.recurs |= state in known.states and bool(known.blocks)
         known.states.add(state)
         # Waiting for the spinning lanes changes nothing, so such lanes add no patience.
-        others = any(strand.able for strand in warp.strands[1:])
         patience = CLOCK_PATIENCE if clocks else DIVERGED_PATIENCE if others else 0
-        return recurs and sum(warp.executed) - known.first >= patience
+        stuck = known.recurs and sum(warp.executed) - known.first >= patience
+        # A clock, or a turn of the other lanes, may end what has recurred.
+        known.recurs &= not (clocks or others)
+        return stuck
+
+
+def _others(warp: Warp) -> bool:
+    """Whether `warp` has lanes that could run and do not."""
+    return any(strand.able for strand in warp.strands[1:])
 
 
 def _by_chance(run: Run) -> bool:
     """Whether the schedule is random, and the kernel can tell in what order its warps move."""
     random = run.machine.schedule.name.startswith("random")
     return random and any(one.parts[:2] in _TELLING for one in run.function.code.function.instructions)
-
-
-def _looked_at(watched: dict[int, _Watched], warp: Warp) -> _Watched:
-    """The record of `warp`, updated with the blocks it has run since the last look (none at the first look)."""
-    known = watched.get(id(warp))
-    if known is None:
-        known = watched[id(warp)] = _Watched(sum(warp.executed), list(warp.executed))
-    ran = zip(warp.executed, known.executed, strict=True)
-    known.blocks = tuple(number for number, (now, then) in enumerate(ran) if now > then)
-    known.executed = list(warp.executed)
-    return known
-
-
-_CLOCKED: dict[int, tuple[Function, frozenset[Key]]] = {}
-
-
-def _clock_registers(warp: Warp) -> frozenset[Key]:
-    """The registers of a function whose values derive from a clock, through any number of instructions."""
-    function, rows = warp.code.function, warp.code.rows.rows
-    known = _CLOCKED.get(id(function))
-    if known is not None and known[0] is function:
-        return known[1]
-    named: set[str] = set()
-    before = -1
-    while len(named) != before:
-        before = len(named)
-        for one in function.instructions:
-            first, *others = [set(_registers((operand,))) for operand in one.operands] or [set[str]()]
-            if any(name in named or name.startswith(_CLOCKS) for other in others for name in other):
-                named |= first
-    found = frozenset(rows[name] for name in named if name in rows)
-    _CLOCKED.clear()
-    _CLOCKED[id(function)] = (function, found)
-    return found
 
 
 def _registers(operands: Iterable[Operand]) -> Iterable[str]:
@@ -196,35 +252,38 @@ def _registers(operands: Iterable[Operand]) -> Iterable[str]:
             yield from _registers((operand.base,))
 
 
-def _state(warp: Warp, without: frozenset[Key]) -> bytes:
-    digest = hashlib.blake2b(warp.registers.content(without), digest_size=16)
+def _state(warp: Warp, path: frozenset[int]) -> bytes:
+    """The place of each of the warp's lanes, and the registers that decide on its `path`, but for those from clocks."""
+    registers = sorted(warp.code.deciding(path).others)
+    rows = {width: index_of([row for wide, row in registers if wide == width]) for width, _ in registers}
+    content = warp.registers.content(rows)
+    digest = hashlib.blake2b(content, digest_size=16)
     for strand in warp.strands:
         digest.update(f"{strand.block} {strand.wait is not None}".encode() + strand.mask.tobytes())
     return digest.digest()
 
 
-def _state_of_all(run: Run, warps: Sequence[Warp]) -> bytes:
-    """The joint state of `warps`, with the barriers, mbarriers, shared and tensor memory of their clusters."""
+def _state_of(cluster: Cluster, warps: Sequence[Warp], watched: Mapping[int, _Watched]) -> bytes:
+    """The joint state of the living `warps` of a cluster, with its barriers, mbarriers, shared and tensor memory."""
     digest = hashlib.blake2b(digest_size=16)
     for warp in warps:
-        digest.update(_state(warp, _clock_registers(warp)) + bytes([warp.waiting() is None]))
+        digest.update(_state(warp, watched[id(warp)].path) + bytes([warp.waiting() is None]))
         digest.update(warp.cluster_arrived.tobytes() + warp.cluster_owed.tobytes())
-        ahead = warp.cluster_phase - warp.cta.cluster.generation
+        ahead = warp.cluster_phase - cluster.generation
         digest.update(np.where(warp.cluster_owed, ahead, 0).tobytes())
-    for cluster in run.resident:
-        for cta in cluster.ctas:
-            digest.update(cta.smem.data.data)
-            barriers = [(number, one.arrived, one.expected, one.votes, one.outcome) for number, one in
-                        sorted(cta.named.items())]  # fmt: skip
-            mbarriers = [(one.offset, one.expected, one.pending, one.transactions, one.phase & 1) for one in
-                         cta.mbarriers.values()]  # fmt: skip
-            digest.update(repr((barriers, mbarriers)).encode())
-            if cta.used_tmem is not None:
-                digest.update(cta.used_tmem.data.data)
+    for cta in cluster.ctas:
+        digest.update(cta.smem.data.data)
+        barriers = [(number, one.arrived, one.expected, one.votes, one.outcome) for number, one in
+                    sorted(cta.named.items())]  # fmt: skip
+        mbarriers = [(one.offset, one.expected, one.pending, one.transactions, one.phase & 1) for one in
+                     cta.mbarriers.values()]  # fmt: skip
+        digest.update(repr((barriers, mbarriers)).encode())
+        if cta.used_tmem is not None:
+            digest.update(cta.used_tmem.data.data)
     return digest.digest()
 
 
-def grouped(warps: Sequence[Warp], watched: dict[int, _Watched]) -> list[str]:
+def grouped(warps: Sequence[Warp], watched: Mapping[int, _Watched]) -> list[str]:
     """One clause for all warps that do the same: where, and on which values. `watched`: the blocks that each runs."""
     clauses: dict[str, list[str]] = {}
     for warp in warps:

@@ -3,7 +3,7 @@
 A strand is a set of lanes of a diverged warp that share a program counter. The strand in the lowest block runs first,
 which brings the lanes together again soonest. Threads of a warp are still concurrent (PTX ISA 3.2), and lanes that spin
 must not starve those that they wait for: when a strand has run for long while nothing has happened in the machine,
-another one runs for a while. A spin causes no events. Lanes that copy, store or wait are left alone.
+another one runs for a while. A spin causes no events. Lanes that copy, wait or change memory are left alone.
 """
 
 from __future__ import annotations
@@ -290,15 +290,17 @@ class Warp:
         told[WORD["seen"]], told[WORD["agent"]] = self.seen_address, self.agent
         told[WORD["cluster"]], told[WORD["launch"]] = self.agents.mark, cta.launch
 
-    def note_stores(self, count: int = 1) -> None:
-        """Note `count` stores to shared memory by machine code: a waiter may go on."""
-        self.cta.machine.engine.repeat(count)
+    def note_stores(self, changes: int) -> None:
+        """Note stores to shared memory by machine code. `changes`: more than 0 if one has changed something, so that a
+        waiter may go on."""
+        if changes:
+            self.cta.machine.engine.repeat(changes)
         self.stored_at = self.meetings
 
-    def note_global_stores(self, count: int = 1) -> None:
+    def note_global_stores(self, changes: int) -> None:
         """As note_stores, for global memory."""
         machine = self.cta.machine
-        machine.engine.events += count
+        machine.engine.events += changes
         machine.races.stored = True
         self.stored_globally_at = self.meetings
 

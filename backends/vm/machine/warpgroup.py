@@ -1,4 +1,4 @@
-"""Warpgroups: four neighbouring warps that execute wgmma and setmaxnreg as one (PTX ISA 9.7.15, 9.7.19.5).
+"""Warpgroups: four neighbouring warps that execute wgmma as one (PTX ISA 9.7.15), and setmaxnreg (register_pool.py).
 
 Each warp computes its own 16 of the 64 rows, as the fragments are laid out. A wait checks that all four have issued the
 same instructions in the same order. A warp's operations end in order of issue. A group belongs to the warpgroup (PTX
@@ -7,9 +7,7 @@ ISA 9.7.15.7.2): after a wait for it, all four warps' shares have ended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING
 
 from backends.vm.faults import Fault, OtherAccess, counted, report
@@ -171,105 +169,24 @@ class Warpgroup:
         return a.ended > number and b.ended > number and c.ended > number and d.ended > number
 
 
-REGISTERS = 65536
-"""32-bit registers of an SM (CUDA programming guide, compute capabilities 9.0 and 10.0)."""
-
-
-@dataclass(slots=True)
-class Resize:
-    """One setmaxnreg of a warp: the direction, the registers per thread that it asks for, its PTX line and text."""
-
-    way: str
-    count: int
-    line: int
-    text: str
-
-
-@dataclass(slots=True)
-class RegisterPool:
-    """The registers of a CTA that setmaxnreg moves between its warps.
-
-    A launch gives every thread as many as the code may use: .maxnreg, or what .reqntid or .maxntid leaves of an SM.
-    Without either the number is unknown, and ptxas ignores setmaxnreg: `size` is None. `held` is the registers per
-    thread of each warp, `done` what each warp has executed.
-    """
-
-    size: int | None
-    held: list[int]
-    done: list[list[Resize]]
-
-    @classmethod
-    def of(cls, directives: Mapping[str, tuple[int, ...]], warps: int) -> RegisterPool:
-        """The pool of a new CTA of `warps` warps."""
-        most = directives.get("reqntid") or directives.get("maxntid")
-        given = directives["maxnreg"][0] if "maxnreg" in directives else 0
-        if not given and most:
-            threads = -(-prod(most) // 32) * 32 * max(directives.get("minnctapersm", (1,))[0], 1)
-            given = min(REGISTERS // threads // 8 * 8, 256)
-        return cls(32 * given * warps if given else None, [given] * warps, [[] for _ in range(warps)])
-
-    @property
-    def free(self) -> int:
-        """Registers that no warp holds."""
-        return 0 if self.size is None else self.size - 32 * sum(self.held)
-
-    def check_possible(self, warp: int, one: Resize) -> None:
-        """Raise Fault if the launch can never satisfy `one`: .inc would wait for ever, .dec has nothing to free."""
-        if self.size is None:
-            return
-        most = self.size // (32 * min(WARPS, len(self.held)))
-        if one.way == "inc" and one.count > most:
-            raise Fault("register-pool", f"setmaxnreg.inc to {one.count} registers a thread, but the CTA was launched "
-                        f"with {self.size} in all, {most} a thread if one warpgroup has them all")  # fmt: skip
-        if one.way == "dec" and one.count > self.held[warp]:
-            raise Fault("register-pool", f"setmaxnreg.dec to {one.count} registers a thread by a warp that holds "
-                        f"{self.held[warp]}: .dec only gives back")  # fmt: skip
-
-    def resize(self, warp: int, one: Resize) -> None:
-        """Record that `warp` executes `one`. Reports another one in its place, executed by a warp of its warpgroup.
-
-        The launch goes on: a warp has the registers that it asked for, whatever its neighbours have.
-        """
-        place, first = len(self.done[warp]), warp // WARPS * WARPS
-        for other in range(first, min(first + WARPS, len(self.done))):
-            if place < len(self.done[other]):
-                known = self.done[other][place]
-                if (known.way, known.count) != (one.way, one.count):
-                    report(Fault("warpgroup-diverged", f"setmaxnreg.{one.way} {one.count} by warp {warp}, where warp "
-                                 f"{other} of its warpgroup has executed setmaxnreg.{known.way} {known.count} (PTX "
-                                 f"line {known.line}); all warps of a warpgroup execute the same"))  # fmt: skip
-                    break
-        self.done[warp].append(one)
-
-    def lacking(self, warp: int, count: int) -> int:
-        """Registers that must still become free before `warp` can have `count` per thread."""
-        return 0 if self.size is None else max(32 * (count - self.held[warp]) - self.free, 0)
-
-    def take(self, warp: int, one: Resize) -> None:
-        """Give `warp` what `one` asked for."""
-        self.held[warp] = (min if one.way == "dec" else max)(self.held[warp], one.count)
-
-    def left_alone(self) -> tuple[int, int, Resize] | None:
-        """A warp that did not execute a setmaxnreg that another of its warpgroup did: both, and the instruction."""
-        for first in range(0, len(self.done), WARPS):
-            group = range(first, min(first + WARPS, len(self.done)))
-            eager = max(group, key=lambda warp: len(self.done[warp]))
-            for warp in group:
-                if len(self.done[warp]) < len(self.done[eager]):
-                    return warp, eager, self.done[eager][len(self.done[warp])]
+def incomplete(warp: Warp, what: str) -> Fault | None:
+    """The fault of executing `what` in a warpgroup that lacks warps, because the CTA ends within it; None if it has
+    all four."""
+    first = warp.index // WARPS * WARPS
+    if first + WARPS <= len(warp.cta.warps):
         return None
+    warps = counted(len(warp.cta.warps), "warp")
+    return Fault("warpgroup-diverged", f"{what} in warp {warp.index} of a CTA of {warps}, where a warpgroup is warps "
+                 f"{first}..{first + WARPS - 1}")  # fmt: skip
 
 
 def warpgroup_of(warp: Warp) -> Warpgroup:
     """The warpgroup of `warp`, which must have all four warps: those of indices 4i .. 4i + 3."""
     cta, number = warp.cta, warp.index // WARPS
     if number not in cta.warpgroups:
-        first = WARPS * number
-        if first + WARPS > len(cta.warps):
-            warps = counted(len(cta.warps), "warp")
-            raise Fault("warpgroup-diverged", f"wgmma in warp {warp.index} of a CTA of {warps}, where a warpgroup is "
-                        f"warps {first}..{first + WARPS - 1}")  # fmt: skip
-        cta.warpgroups[number] = Warpgroup(first, warp.agents.new_copy(), [Part() for _ in range(WARPS)])
+        if (fault := incomplete(warp, "wgmma")) is not None:
+            raise fault
+        cta.warpgroups[number] = Warpgroup(WARPS * number, warp.agents.new_copy(), [Part() for _ in range(WARPS)])
     return cta.warpgroups[number]
 
 

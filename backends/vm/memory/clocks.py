@@ -257,6 +257,10 @@ class Clock:
         """All that comes before in time."""
         return self.seen if self.earlier is None else np.maximum(self.seen, self.earlier)
 
+    def comes_after(self, agent: int, epoch: int) -> bool:
+        """Whether what `agent` did in its `epoch` comes before in time."""
+        return bool(self.seen[agent] >= epoch or (self.earlier is not None and self.earlier[agent] >= epoch))
+
     def relaxed(self, released: Clock, agent: int) -> Clock:
         """The clock of a relaxed arrival by `agent`, the owner: it orders what a fence has `released`.
 

@@ -38,9 +38,9 @@ from backends.vm.memory.marks import GRANULE, READ, WRITTEN
 LANES: Final = 32
 BANKS: Final = 32
 """Banks of shared memory, each four bytes wide."""
-UNDEFINED, CONFLICT, SERVED_SHIFT = 1, 2, 2
-"""Bits of an answer: a byte that was read is undefined; lanes want several words of one bank. The bits from
-SERVED_SHIFT on: how many groups of lanes the banks of shared memory have served."""
+UNDEFINED, CONFLICT, CHANGED, SERVED_SHIFT = 1, 2, 4, 3
+"""Bits of an answer: a byte that was read is undefined; lanes want several words of one bank; a byte has changed, or
+has become defined. The bits from SERVED_SHIFT on: how many groups of lanes the banks of shared memory have served."""
 
 _BANK_WORDS: Final = ir.VectorType(I32, BANKS)
 
@@ -101,7 +101,7 @@ class _Access(MemoryCode):
         self.addresses = self._row(0)
         self.offset = self.at(self.program, 2, I64)
         self.rows = [self._row(4 + 2 * i) if size else None for i, size in enumerate(kind.registers)]
-        self.undefined, self.conflict = self._variable(I64), self._variable(I64)
+        self.undefined, self.conflict, self.changed = (self._variable(I64) for _ in range(3))
 
     def emit(self) -> None:
         """Write the whole function."""
@@ -139,6 +139,7 @@ class _Access(MemoryCode):
                 self._mark(granule, lane, at)
             self._move(lane, at)
         answer = b.or_(self._value(self.undefined), b.shl(self._value(self.conflict), number(1)))
+        answer = b.or_(answer, b.shl(self._value(self.changed), number(2)))
         self._end(b.or_(answer, b.shl(self._value(served), number(SERVED_SHIFT))))
 
     # The checks of an access.
@@ -336,7 +337,7 @@ class _Access(MemoryCode):
             place = b.gep(self._pointer("data"), [b.add(at, number(i * self.kind.element))], source_etype=I8)
             if self.kind.stores:
                 value = b.load(register, typ=wide, align=1)
-                b.store(value if wide == element else b.trunc(value, element), place, align=1)
+                self._overwrite(place, value if wide == element else b.trunc(value, element), element)
             else:
                 value = b.load(place, typ=element, align=1)
                 extend = b.sext if self.kind.signed else b.zext
@@ -345,7 +346,15 @@ class _Access(MemoryCode):
             return
         size, name = self.kind.size, "defined" if self.shared else "state"
         with b.if_then(b.icmp_signed("!=", self.place[name], number(0))):
-            b.store(defined(size), b.gep(self._pointer(name), [at], source_etype=I8), align=1)
+            marks = b.gep(self._pointer(name), [at], source_etype=I8)
+            self._overwrite(marks, defined(size), ir.IntType(8 * size))
+
+    def _overwrite(self, place: Any, value: Any, kind: Any) -> None:
+        """Store `value`, and record whether something else was there."""
+        b = self.b
+        new = b.icmp_unsigned("!=", b.load(place, typ=kind, align=1), value)
+        self._set(self.changed, b.or_(self._value(self.changed), b.zext(new, I64)))
+        b.store(value, place, align=1)
 
     def _row(self, first: int) -> Any:
         bound = self.at(self.bounds, self.at(self.program, first, I64), I64)

@@ -83,6 +83,16 @@ class Buffer:
             at = int(offsets[lane]) + byte
             report(self.origin_of(at, 0).fault(f"{access} depends on byte {at} of `{self.name}`", lane=lane))
 
+    def write(self, offsets: Addresses, values: Bytes) -> bool:
+        """Write uint8 [n, size] at `offsets` [n]. Returns whether a byte has changed, or has become defined."""
+        index = offsets[:, None] + np.arange(values.shape[1])
+        changed = self.data[index].tobytes() != values.tobytes()
+        self.data[index] = values
+        if self.state is not None:
+            changed = changed or bool((self.state[index] != DEFINED).any())
+            self.state[index] = DEFINED
+        return changed
+
     def mark_written(self, offsets: Addresses, size: int) -> None:
         """Mark `size` bytes at each of `offsets` [n] as defined."""
         if self.state is not None:
@@ -230,23 +240,23 @@ class GlobalMemory:
         buffer.check_defined(offsets, size, "this load")
         return read_pieces(buffer.data, offsets, size)
 
-    def store(self, addresses: Addresses, values: Bytes) -> None:
-        """Write uint8 [n, size] at each address; where lanes collide the highest lane wins."""
-        size = values.shape[1]
-        buffer, offsets = self.locate(addresses, size, "store")
+    def store(self, addresses: Addresses, values: Bytes) -> bool:
+        """Write uint8 [n, size] at each address; where lanes collide the highest lane wins. Returns whether a byte has
+        changed, or has become defined."""
+        buffer, offsets = self.locate(addresses, values.shape[1], "store")
         if buffer is None:
+            changed = False
             for lane in range(addresses.size):
                 try:
-                    self.store(addresses[lane : lane + 1], values[lane : lane + 1])
+                    changed |= self.store(addresses[lane : lane + 1], values[lane : lane + 1])
                 except Fault as fault:
                     fault.lane = lane
                     raise
-            return
+            return changed
         if not buffer.writable:
             raise Fault("read-only", f"store to `{buffer.name}`, which is an input of the kernel"
                         f"{self.spot(int(addresses[0]))}", lane=0)  # fmt: skip
-        buffer.data[offsets[:, None] + np.arange(size)] = values
-        buffer.mark_written(offsets, size)
+        return buffer.write(offsets, values)
 
     def locate(self, addresses: Addresses, size: int, access: str) -> tuple[Buffer | None, Addresses]:
         """The buffer that holds `size` bytes at every address, and the offsets in it.

@@ -242,19 +242,21 @@ class SharedMemory:
 
     def store(
         self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: bool = False
-    ) -> None:
-        """Generic-proxy write of uint8 [n, size] at each offset. Where lanes collide the highest lane wins.
+    ) -> bool:
+        """Generic-proxy write of uint8 [n, size] at each offset. Where lanes collide the highest lane wins. Returns
+        whether a byte has changed, or has become defined.
 
         A `strong` write races with no write, but with weak reads: both must be strong (PTX ISA 8.7.1).
         """
         size = values.shape[1]
         self.check(offsets, size, "store")
         index = offsets[:, None] + np.arange(size)
-        granules = _granules(index)
+        granules, before = _granules(index), self.data[index]
         if not self._check_idle(granules, "overwritten"):
             if not strong:
-                self._check_overwritten(granules, clock, self.data[index], values, index)
+                self._check_overwritten(granules, clock, before, values, index)
             self._check_readers(granules, clock, index)
+        changed = before.tobytes() != values.tobytes() or not self.defined[index].all()
         self.data[index] = values
         self.defined[index] = True
         if size < GRANULE:
@@ -263,6 +265,7 @@ class SharedMemory:
         else:
             self.divided[granules] &= READ
             self.writes.granules.note(granules, stamp, line)
+        return changed
 
     def _have_bytes(self) -> None:
         """Make the marks of bytes, before the first access to less than a granule."""

@@ -98,10 +98,10 @@ class RecordedSharedMemory(SharedMemory):
 
     def store(
         self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: bool = False
-    ) -> None:
+    ) -> bool:
         """As SharedMemory.store."""
         self._touch("write", "generic", _covered(offsets, values.shape[1]))
-        super().store(offsets, values, clock, stamp, line, strong=strong)
+        return super().store(offsets, values, clock, stamp, line, strong=strong)
 
     def async_read(self, granules: Granules, clock: Clock, stamp: int, what: str) -> bool:
         """As SharedMemory.async_read."""

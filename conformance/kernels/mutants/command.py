@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
 
-from conformance import ROOT
 from conformance.kernels.mutants.campaign import (
     DROPPED,
     SCHEDULES,
@@ -50,7 +46,7 @@ from conformance.kernels.mutants.table import (
     survivors,
     table,
 )
-from conformance.kernels.mutants.unmutated import Watch, watch
+from conformance.kernels.mutants.unmutated import Watch, followed, watch
 from megamoe.contract import NoProgramError, UnsupportedError, file_name
 from megamoe.contract.counted import counted
 from megamoe.contract.known_names import nearest
@@ -74,7 +70,7 @@ def perform(options: argparse.Namespace, given: Sequence[str]) -> int:
                 return _amended(record, options)
         if options.unmutated is not None:
             with closing(Watch(*(options.record or ()))) as record:
-                return _unmutated(record, options, given)
+                return followed(record, options.unmutated, given, watch(record, options.unmutated, options.seconds))
         if options.drops:
             DROPS.write_text(drops_table({target: drops(target) for target in DROPPED}, reasons()), "utf-8")
             print(f"{DROPS} is written")
@@ -171,7 +167,7 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
     if not todo:
         again = " that lived" if options.again or options.holes else ""
         raise ValueError(f"this call draws no mutant{again}: see --sync, --others, --shard and --program")
-    record.append(_call(given, len(todo)))
+    record.append(Ran.now(given, len(todo)))
     again, ran, unexplained, spent = options.again or options.holes, set[str](), 0, 0.0
     print(f"{counted(len(todo), 'mutant')}; an id is {ID}", flush=True)
 
@@ -288,18 +284,6 @@ def _amended(record: Record, options: argparse.Namespace) -> int:
     return 0
 
 
-def _unmutated(record: Watch, options: argparse.Namespace, given: Sequence[str]) -> int:
-    """Runs unchanged programs until `record` has so many rows; status 1 if one has an error."""
-    record.append(_call(given, options.unmutated))
-    for one in watch(record, options.unmutated, options.seconds):
-        fate = one.left_out or "; ".join(one.errors) or "no error"
-        rows = f"{record.rows}/{options.unmutated} rows"
-        print(f"{rows}, {one.case} on {one.backend} {one.target}: {fate}, {one.seconds:.1f} s", flush=True)
-    wrong = counted(len(record.wrong), "case")
-    print(f"{record.path}: {counted(record.rows, 'row')}, {wrong} with an error")
-    return int(bool(record.wrong))
-
-
 def _alone(
     name: str | None, text: str | None, plan: Plan, programs: Sequence[Subject], schedules: Sequence[str]
 ) -> int:
@@ -324,10 +308,3 @@ def _no_instruction(text: str, every: Sequence[Mutant]) -> str:
     kinds = sorted({kind_of(one.before) for one in every if one.kind in SYNCHRONISATION})
     ordering = f"those that order are {', '.join(kinds)}{nearest(text, kinds)}"
     return f"no instruction of this selection has {text!r} in its text; {ordering}"
-
-
-def _call(given: Sequence[str], planned: int) -> Ran:
-    """The record line of this call, which begins now."""
-    command = ["git", "rev-parse", "--short=12", "HEAD:backends/vm"]
-    tree = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-    return Ran(shlex.join(given), tree, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", planned)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Hashable
+import shlex
+import subprocess
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from conformance import ROOT
 from megamoe.records.files import take_lock, write_file
 from megamoe.records.lines import RecordError
 
@@ -33,6 +37,13 @@ class Ran:
     machine: str
     started: str
     planned: int
+
+    @classmethod
+    def now(cls, given: Sequence[str], planned: int) -> Ran:
+        """A call with the arguments `given`, which begins now."""
+        command = ["git", "rev-parse", "--short=12", "HEAD:backends/vm"]
+        tree = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        return cls(shlex.join(given), tree or "unknown", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", planned)
 
 
 class Journal(Generic[Kept]):

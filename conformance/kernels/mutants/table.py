@@ -20,7 +20,7 @@ from conformance.kernels.mutants.mutant import ID, KINDS, MEANINGS, SYNCHRONISAT
 from conformance.kernels.mutants.silicon import read as read_silicon
 from conformance.kernels.mutants.silicon import told as told_of_silicon
 from conformance.kernels.mutants.smoke import check_of
-from conformance.kernels.mutants.unmutated import Watch
+from conformance.kernels.mutants.unmutated import OTHERS, Watch
 from conformance.kernels.mutants.unmutated import told as told_of_rows
 from megamoe.contract.counted import counted
 from megamoe.spec.marked_yaml import read_marked_yaml
@@ -218,7 +218,7 @@ def _of_their_programs() -> list[str]:
 
 
 def _of_our_programs(found: Sequence[Outcome]) -> list[str]:
-    rows = Watch()
+    rows, others = Watch(), Watch(OTHERS)
     return [
         "## Unchanged programs",
         "",
@@ -228,13 +228,27 @@ def _of_our_programs(found: Sequence[Outcome]) -> list[str]:
         *_calls(rows.calls, "row"),
         "",
         *told_of_rows(rows),
-        "",
+        *(_of_public_kernels(others) if others.results else []),
         *told_of_silicon(
             read_silicon(),
             {one.id for one in found if one.killed},
             {one.id for one in found if not one.killed},
             {one.id.partition("/")[0] for one in found},
         ),
+    ]
+
+
+def _of_public_kernels(others: Watch) -> list[str]:
+    return [
+        "### Kernels of public repositories",
+        "",
+        "Each call of [public.md](public.md) that is right and cheap in order runs under random orders of its own. Its",
+        "result must agree with the reference each time, and each finding of grade error must be argued in",
+        "`conformance/witness/argued.yaml`. The calls that made `results/others.jsonl`:",
+        "",
+        *_calls(others.calls, "row"),
+        "",
+        *told_of_rows(others, others=True),
     ]
 
 

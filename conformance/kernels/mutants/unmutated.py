@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from conformance import ROOT
 from conformance.kernels.laws.law import laws_of
 from conformance.kernels.laws.strategies import cases
 from conformance.kernels.mutants.campaign import Built, collected, judged, program_of
-from conformance.kernels.mutants.journal import Journal
+from conformance.kernels.mutants.journal import Journal, Ran
 from conformance.kernels.mutants.mutant import program_id
 from megamoe.contract import Case, RunOptions
 from megamoe.contract.counted import counted
@@ -29,6 +29,8 @@ from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 
 UNMUTATED = ROOT / "results" / "unmutated.jsonl"
+OTHERS = ROOT / "results" / "others.jsonl"
+"""Kernels of public repositories under random orders: conformance.witness.random_orders writes it."""
 ORDERS = 24
 """Random orders of a case on a backend and a target."""
 DRAWN = 60
@@ -41,11 +43,12 @@ MAX_ELEMENTS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A case on a backend and a target: a line of the record.
+    """A case on a backend and a target, or a call of a public kernel, of a family: a line of a record.
 
     `rows`: orders that ran, from random:`first` on; 0 if it was left out, and `left_out` says why. `errors`: sentences
     of the errors. `relied`, `notes`: rules of grade portability, and notes, with the number of rows that met them.
-    `text`: the first digits of the SHA-256 of the program's text.
+    `text`: the first digits of the SHA-256 of the program's text, or of the file of a public kernel. `argued`: rules
+    and places of the errors in a public kernel that argued.yaml argues, with the number of rows that met them.
     """
 
     backend: str
@@ -59,6 +62,7 @@ class Watched:
     left_out: str = ""
     seconds: float = 0.0
     text: str = ""
+    argued: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def id(self) -> tuple[str, str, str]:
@@ -189,20 +193,43 @@ def _left(record: Watch) -> list[tuple[int, str, str, Case]]:
     return sorted(left, key=is_known)
 
 
-def told(record: Watch) -> list[str]:
-    """Returns a record as lines of Markdown."""
-    ran, wrong = [one for one in record.results if one.rows], record.wrong
-    places = Counter[str]()
-    relied, notes = Counter[str](), Counter[str]()
-    for one in ran:
-        places[f"{one.backend} {one.target} {one.case.partition(':')[0]}"] += one.rows
+def followed(record: Watch, planned: int, given: Sequence[str], running: Iterable[Watched]) -> int:
+    """Prints what `running` yields, which `record` takes; `planned`: the rows that it shall have. Returns 1 if one of
+    its lines has an error, else 0."""
+    record.append(Ran.now(given, planned))
+    for one in running:
+        fate = one.left_out or "; ".join(one.errors) or "no error"
+        rows = f"{record.rows}/{planned} rows"
+        print(f"{rows}, {one.case} on {one.backend} {one.target}: {fate}, {one.seconds:.1f} s", flush=True)
+    wrong = counted(len(record.wrong), "case")
+    print(f"{record.path}: {counted(record.rows, 'row')}, {wrong} with an error")
+    return int(bool(record.wrong))
+
+
+def told(record: Watch, *, others: bool = False) -> list[str]:
+    """Returns a record as lines of Markdown. `others`: it is of public kernels, by family, rather than by backend."""
+    lines, wrong = [one for one in record.results if one.rows], record.wrong
+    places, relied, notes, argued, left_out = (Counter[str]() for _ in range(5))
+    for one in record.results:
+        left_out.update(filter(None, [one.left_out]))
+    for one in lines:
+        op = () if others else (one.case.partition(":")[0],)
+        places[" ".join((one.backend, one.target, *op))] += one.rows
         relied.update(one.relied)
         notes.update(one.notes)
+        for finding, rows in one.argued.items():
+            argued[finding.partition(" at ")[0]] += rows
+    skipped = ", ".join(f"{count} ({why})" for why, count in sorted(left_out.items()))
+    what = counted(len(lines), "call") if others else f"{counted(len(lines), 'case')}, each on a backend and a target"
     return [
-        f"{counted(record.rows, 'row')}: {counted(len(ran), 'case')}, each on a backend and a target, "
-        "under random orders; "
-        f"{len(wrong)} with an error.",
+        f"{counted(record.rows, 'row')}: {what}, under random orders; {len(wrong)} with an error.",
         f"Rows that met a rule of grade portability: {_counted(relied)}. Notes: {_counted(notes)}.",
+        *(
+            [f"Findings of grade error that are argued, by rule, each site in each row: {_counted(argued)}."]
+            if others
+            else []
+        ),
+        *([f"Left out: {skipped}."] if skipped else []),
         "",
         "| program | rows |",
         "|---|---|",
@@ -210,7 +237,6 @@ def told(record: Watch) -> list[str]:
         "",
         *(f"- `{one.case}` on {one.backend} {one.target}: {one.errors[0]}" for one in wrong),
         *([""] if wrong else []),
-        *(f"- `{one.command}`, {one.started}, `backends/vm` {one.machine}" for one in record.calls),
     ]
 
 

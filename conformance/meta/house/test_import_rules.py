@@ -101,7 +101,7 @@ CONFORMANCE = {
     "acceptance": "silicon",
     "gpu": "fakes vm",
     "bench": "fakes",
-    "witness": "",
+    "witness": "kernels.mutants",
     "kernels.laws": "fakes",
     "kernels.*": "fakes kernels.laws",
     "meta.*": "fakes bench kernels.laws",

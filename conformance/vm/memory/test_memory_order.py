@@ -120,6 +120,53 @@ def test_a_flag_orders_within_its_scope() -> None:
     assert_blamed(flag_over_the_cluster("cta"), "race", "after warp 0 of CTA rank 0 wrote it")
 
 
+SHARED_FLAG, GLOBAL_FLAG = "shared::cta.b32 [%r8]", "global.b32 [%flag]"
+
+
+def flagged(publish: str, poll: str, fence: str) -> Kernel:
+    """As `passed_on`, through a flag that the CTA has cleared: `publish` sets it, and `poll` reads it until it is
+    set."""
+    polling = f"POLL: {poll} setp.eq.u32 %p3, %r4, 0; @%p3 bra POLL; {fence}"
+    kernel = passed_on(publish, polling)
+    cleared = f".shared .align 8 .b32 here; mov.u32 %r8, here; st.shared.b32 [%r8], 0; {init('mbar')}"
+    body = kernel.body.replace(init("mbar"), cleared)
+    return Kernel(body, {**kernel.buffers, "flag": np.zeros(1, np.uint32)}, block=(64, 1, 1))
+
+
+FLAGS_ORDERED = {
+    "a release and an acquire": ("st.release.cta", "ld.acquire.cta", "", ""),
+    "fences around relaxed ones": ("st.relaxed.cta", "ld.relaxed.cta", "fence.acq_rel.cta;", "fence.acq_rel.cta;"),
+    "fences around volatile ones": ("st.volatile", "ld.volatile", "membar.cta;", "membar.cta;"),
+    "a relaxed one behind a fence, and an acquire": ("st.relaxed.cta", "ld.acquire.cta", "fence.release.cta;", ""),
+}
+FLAGS_UNORDERED = {
+    "relaxed ones": ("st.relaxed.cta", "ld.relaxed.cta", "", ""),
+    "volatile ones": ("st.volatile", "ld.volatile", "", ""),
+    "a release and a relaxed one": ("st.release.cta", "ld.relaxed.cta", "", ""),
+    "a relaxed one and an acquire": ("st.relaxed.cta", "ld.acquire.cta", "", ""),
+}
+
+
+def with_flag(words: tuple[str, str, str, str], flag: str) -> Kernel:
+    """`flagged` with a store, a load and the fences before and behind them."""
+    store, load, before, behind = words
+    place = flag.replace("b32 [", "b32 %r4, [")
+    return flagged(f"{before} {store}.{flag}, 1;", f"{load}.{place};", behind)
+
+
+@pytest.mark.parametrize("flag", [SHARED_FLAG, GLOBAL_FLAG])
+@pytest.mark.parametrize("name", FLAGS_ORDERED)
+def test_what_a_flag_orders(name: str, flag: str) -> None:
+    assert_clean(with_flag(FLAGS_ORDERED[name], flag), SEVENS)
+
+
+@pytest.mark.parametrize("flag", [SHARED_FLAG, GLOBAL_FLAG])
+@pytest.mark.parametrize("name", FLAGS_UNORDERED)
+def test_a_relaxed_side_of_a_flag_orders_nothing(name: str, flag: str) -> None:
+    """PTX ISA 8.9.2, 8.9.3: a relaxed write releases, and a relaxed read acquires, only with a fence."""
+    assert_blamed(with_flag(FLAGS_UNORDERED[name], flag), "race", "after warp 0 wrote it")
+
+
 def handed_through(words: str) -> Kernel:
     """Warp 0 completes phase 0; warp 1 waits for it and completes phase 1; warp 2 waits for that and reads 0's
     store."""
