@@ -537,9 +537,14 @@ class Run:
         self.machine.steps_left -= 1
         return True
 
-    def expire(self, warps: Sequence[Warp] | None = None) -> bool:
-        """Expire all waits of `warps` (None: of all) that may time out. False if there is none."""
+    def expire(self, warps: Sequence[Warp] | None = None, *, idle: bool = True) -> bool:
+        """Expire all waits of `warps` (None: of all) that may time out. False if there is none.
+
+        `idle`: also those that would be asked again at once, with the same answer (Code.idle_waits).
+        """
         waiting = self._impatient(self.warps if warps is None else warps)
+        if not idle:
+            waiting = [warp for warp in waiting if not warp.idle]
         for warp in waiting:
             warp.expire()
         return bool(waiting)

@@ -55,7 +55,7 @@ class Schedule(Protocol):
 @dataclass(slots=True)
 class InOrder(Schedule):
     """Warps in turn. `eager` performs operations as they are issued, `lazy` only when no warp can move without that.
-    Before `lazy` does, waits that may time out give up once.
+    Before `lazy` does, waits that may time out give up once, except idle ones (Code.idle_waits).
 
     `vain_rounds`: rounds in which warps have done only what they may repeat for ever (Engine.repeat) while operations
     are pending: they may spin together until one ends. `gave_up`: waits have, since the last operation. No event of a
@@ -84,7 +84,7 @@ class InOrder(Schedule):
             return True
         if not moved and self.defers and not self.gave_up:
             self.gave_up = True
-            if run.expire():
+            if run.expire(idle=False):
                 return True
         operation = run.engine.most_wanted(run.awaited())
         if operation is not None:
@@ -100,7 +100,8 @@ class InOrder(Schedule):
 class Late(Schedule):
     """All but one CTA of each cluster, or all but one warp of each CTA, run as far as they can before that one moves.
 
-    Operations end as they are issued. Before the late one moves, waits of the others that may time out give up once.
+    Operations end as they are issued. Before the late one moves, waits of the others that may time out give up once,
+    except idle ones (Code.idle_waits).
     `which`: "cta" or "warp", chosen by its rank or index `number`, modulo their count. `vain_rounds`: rounds in which
     the others have done only what they may repeat for ever (Engine.repeat), since they may spin together until the late
     one moves. `gave_up`: waits have, since the late one's last event. The events of the others do not reset it, because
@@ -144,7 +145,7 @@ class Late(Schedule):
             return True
         if not moved and not self.gave_up:
             self.gave_up = True
-            if run.expire([warp for warp in run.warps if not self._is_late(warp)]):
+            if run.expire([warp for warp in run.warps if not self._is_late(warp)], idle=False):
                 return True
         known = run.engine.events
         behind = sum(run.advance(warp, 1) for warp in late)

@@ -551,6 +551,11 @@ class Warp:
                 self.strands.remove(other)
         self.set_mask(strand.mask)
 
+    @property
+    def idle(self) -> bool:
+        """Whether it does nothing but wait: see Code.idle_waits."""
+        return len(self.strands) == 1 and self.strands[0].block in self.code.idle_waits
+
     def expire(self) -> None:
         """End a wait that may time out: the instruction reports failure and the strand goes on."""
         strand = self.strands[0]

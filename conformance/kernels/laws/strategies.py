@@ -183,8 +183,9 @@ def _value(
     if way < 0:
         return None
     if high - low < LISTED:
-        listed = [value for value in range(low, high + 1) if admits(value) and fits(value)]
-        return _one_of(draw, (not way and [value for value in listed if value in edges]) or listed)
+        listed = range(low, high + 1)
+        near = [] if way else [value for value in listed if value in edges and admits(value) and fits(value)]
+        return _one_of(draw, near or [value for value in listed if admits(value) and fits(value)])
     top = _greatest(low, high, fits)
     if way:
         return draw(_between(low, top))

@@ -258,8 +258,9 @@ lines = st.builds(_mixed, st.integers(1, 12), st.lists(times, min_size=1, max_si
 rows = st.lists(lines, min_size=1, max_size=6)
 
 
-@given(st.lists(st.tuples(rows, rows), min_size=1, max_size=5))
-@settings(max_examples=150)
+# A row alone cannot show anything, so there are two or more: planted faults then come within 60 examples.
+@given(st.lists(st.tuples(rows, rows), min_size=2, max_size=4))
+@settings(max_examples=80)
 def test_rows_do_not_influence_each_other(pairs: list[tuple[list[Timing], list[Timing]]]) -> None:
     """Ragged rows, padded and sorted by size in arrays, must give the same as each row alone."""
     together = ratios(centres([old for old, _ in pairs]), centres([new for _, new in pairs]))

@@ -222,6 +222,44 @@ def test_a_wait_that_is_not_repeated_gives_up(schedule: str, rule: str | None) -
     assert (fault and fault.rule) == rule, f"{schedule}: {fault}"
 
 
+# By whether they do nothing but ask again.
+LOOPS = {
+    "ASK{n}: {ask} @!%p2 bra ASK{n};": True,
+    "ASK{n}: {ask} @!%p2 bra.uni ASK{n};": True,
+    "ASK{n}: {ask} @%p2 bra DONE{n}; bra ASK{n}; DONE{n}:": True,
+    "ASK{n}: {ask} add.u32 %r1, %r1, 1; @!%p2 bra ASK{n};": False,
+    "ASK{n}: add.u32 %r1, %r1, 1; {ask} @!%p2 bra ASK{n};": False,
+    "ASK{n}: {ask} @%p1 bra DONE{n}; @!%p2 bra ASK{n}; DONE{n}:": False,
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("schedule", ["lazy", "late_warp:1"])
+def test_only_a_wait_whose_loop_does_more_gives_up(loop: str, schedule: str) -> None:
+    """Giving up changes nothing in a loop that asks again at once. It would be done before each of many copies."""
+    copied, stored = (
+        loop.format(n=name, ask=f"mbarrier.try_wait.parity.shared::cta.b64 %p2, [{name}], 0;")
+        for name in ("copied", "stored")
+    )
+    body = f""".shared .align 8 .b64 copied; .shared .align 8 .b64 stored; .shared .align 16 .b8 tile[128];
+    {init("copied", "stored")}
+    mov.u32 %r1, 0; setp.eq.u32 %p1, %warp, 1; @%p1 bra STORE;
+    @%p13 mbarrier.arrive.expect_tx.shared::cta.b64 _, [copied], 128;
+    @%p13 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [tile], [%x], 128, [copied];
+    {copied}
+    {stored}
+    ld.shared.u32 %r1, [tile]; @%p13 st.global.u32 [%out], %r1;
+    ret;
+    STORE: setp.eq.u32 %p4, %lane, 0;
+    @%p4 mbarrier.arrive.shared::cta.b64 _, [stored];
+    ret;"""
+    buffers = {"x": np.full(32, 35, np.uint32), "out": np.zeros(1, np.uint32)}
+    out, counters = Kernel(body, buffers, block=(64, 1, 1), inputs=("x",)).run(schedule)
+    assert out["out"].tolist() == [35], f"{schedule}: {out}"
+    stalls = counters["mbarrier_stalls"]
+    assert (stalls == 1) == LOOPS[loop], f"warp 0 stalls {stalls} times under {schedule}, where one wait has to last"
+
+
 def test_copies_end_last() -> None:
     """A copy that ended before a product which does not need it would hide a moved wait."""
     engine, tensor_core, loaded, queue = Engine(defers=True), object(), object(), CopyGroups()
