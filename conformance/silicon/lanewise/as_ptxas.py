@@ -1,6 +1,6 @@
-"""What ptxas 13.0 makes of scalar video instructions for sm_90a, read from its SASS: Hopper has no such instructions.
+"""Where ptxas 13.0 departs from the ISA, which the machine follows, and what it makes of scalar video instructions.
 
-It computes with 64-bit integers, and departs from PTX ISA 9.7.18.1 in five ways (DIFFERS). The machine follows the ISA.
+Hopper has no such instructions. ptxas computes with 64-bit integers instead; `translated` is read from its SASS.
 """
 
 from __future__ import annotations
@@ -33,9 +33,15 @@ DIFFERS: Final = {
     r"v(add|sub)\.u32\.\S+\.(min|max) ": EXTENDED,
     r"vsh[lr]\.u32\.\S+\.sat\.\S+\.(min|max) ": EXTENDED,
     r"vmad\.[su]32\.(?=\S*(sat|shr))(u32\.u32\S* |u32\.s32\S* %d, %a,|s32\.u32\S* %d, \S+ %b,)": PRODUCT,
+    r"cvt\.(rm\.ftz|rp\.ftz(\.sat)?)\.f16\.f32 ": KEPT,
 }
 """By the beginning of a program's text: why ptxas does not follow the ISA, and the machine does."""
 _WORD: Final = (1 << 32) - 1
+
+
+def departures(program: Program) -> list[str]:
+    """The keys of DIFFERS that the program's text begins with."""
+    return [begin for begin in DIFFERS if re.match(begin, program.text)]
 
 
 def translated(program: Program, values: tuple[Words, ...]) -> Words:
