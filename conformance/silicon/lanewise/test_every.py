@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,12 @@ def test_scalar_video_instructions_are_what_ptxas_makes_of_them() -> None:
     some = [BY_NAME[name] for name in ANSWERS.checks if re.match(r"v(add|sub|absdiff|min|max|shl|shr|set|mad)\.", name)]
     wrong = [one.text for one in some if not _as_ptxas(one)]
     assert not wrong, f"an H200 gave other results than as_ptxas.py: {wrong[:5]}"
+
+
+def test_another_part_of_an_operand_is_noticed() -> None:
+    program = BY_NAME["vadd.u32.u32.u32.sat"]
+    assert _as_ptxas(program)
+    assert not _as_ptxas(replace(program, text=program.text.replace("%a.h0", "%a.h1")))
 
 
 def _as_ptxas(program: Program) -> bool:
