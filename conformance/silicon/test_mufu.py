@@ -133,7 +133,6 @@ class _Held(dict[str, np.ndarray]):
         return list(self)
 
 
-@pytest.mark.skipif(not RECORD.exists(), reason="no full run is recorded")
 def test_the_recorded_full_run_is_of_this_model_and_finds_nothing() -> None:
     held = json.loads(RECORD.read_text("utf-8"))
     assert held["model"] == model(), (

@@ -20,6 +20,8 @@ _TYPES = "u32 s32"
 _SECOND = "add min max"
 _COMPARISONS = "eq ne lt le gt ge"
 _WORD = (1 << 32) - 1
+_RESULT = 34
+"""Bits of the signed result before it is saturated (PTX ISA 9.7.18.1); only a left shift loses some."""
 
 Integers = Sequence[int]
 
@@ -104,14 +106,15 @@ def _scalar(b: Binder, combine: Callable[[int, int], int], types: tuple[str, str
     if second and d.selector:
         raise b.error("a second operation and a selector of the destination exclude each other")
     to, *given = (kind == "s32" for kind in types)
+    # To compare, an H200 keeps 64 bits, but only a word of a signed sum or difference. The ISA keeps 34 (9.7.18.1).
+    compared = 32 if to and b.instruction.parts[0] in ("vadd", "vsub") else 64
 
     def compute(x: Integers) -> int:
         value = combine(left.part(x[0], signed=given[0]), right.part(x[1], signed=given[1]))
         if saturates:
-            value = _clamped(value, d.bits, signed=to)
+            value = _clamped(_read(value, _RESULT, signed=True), d.bits, signed=to)
         if second:
-            # An H200 compares words of the destination's type. The ISA's pseudo-code has one more bit.
-            value = _COMBINE[second](_read(value, 32, signed=to), _read(x[2], 32, signed=to))
+            value = _COMBINE[second](_read(value, compared, signed=to), _read(x[2], 32, signed=to))
         return d.merged(value, x[2] if rest else 0)
 
     return _lanes(b, [one.operand for one in (left, right, *rest)], d.operand, compute)

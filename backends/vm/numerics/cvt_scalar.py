@@ -12,11 +12,13 @@ import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
 from backends.vm.numerics.formats import (
+    BF16,
     F16,
     F32,
     FORMATS,
     TF32,
     Float64,
+    FloatFormat,
     Rounding,
     add_to_odd,
     decode,
@@ -89,6 +91,7 @@ _TO_INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil
 _DIRECTED = frozenset({"rn", "rz", "rm", "rp"})
 _NEAREST_OR_ZERO = frozenset({"rn", "rz"})
 _F32_NAN = np.uint32(F32.nan)
+_MANTISSA = {"f16": F16.mantissa_bits, "bf16": BF16.mantissa_bits, "f32": F32.mantissa_bits, "f64": 52}
 # A zero-dimensional array as an operand costs half as much as a NumPy scalar.
 _16 = np.array(16, np.uint32)
 
@@ -199,20 +202,33 @@ def _float_to_float(dst: str, src: str, modifiers: Modifiers) -> Function:
             values = flush_f32(values)
         return _write(values if to_integral is None else to_integral(values), dst, modifiers)
 
-    return _keeping_payloads(convert) if (dst, src) == ("f32", "f64") else convert
+    return _keeping_payloads(convert, dst, src, modifiers) if dst != src and "f64" in (dst, src) else convert
 
 
-def _keeping_payloads(convert: Function) -> Function:
-    """An f64 NaN becomes a quiet f32 NaN with its sign and upper payload, as on an H200 (conformance/silicon)."""
+def _keeping_payloads(convert: Function, dst: str, src: str, modifiers: Modifiers) -> Function:
+    """A NaN to or from f64 becomes a quiet one with its sign and upper payload, as on an H200 (conformance/silicon).
+
+    `.sat` makes it 0. `.ftz` from f32 first makes it 0x7FFFFFFF.
+    """
+    if modifiers.sat:
+        return convert
+    flushed = modifiers.ftz and src == "f32"
+    bits, mantissa = WIDTH[dst], _MANTISSA[dst]
+    quiet = np.uint64(((1 << (bits - 1)) - 1) >> (mantissa - 1) << (mantissa - 1))
 
     def kept(a: Bits) -> Bits:
-        codes, wide = convert(a), take(a, 64).view(np.uint64)
-        sign = (wide >> np.uint64(32)).astype(np.uint32) & np.uint32(F32.sign_bit)
-        payload = (wide >> np.uint64(29)).astype(np.uint32) & np.uint32(0x7F_FFFF)
-        nan = np.isnan(wide.view(np.float64))
-        return np.where(nan, sign | np.uint32(0x7FC0_0000) | payload, codes).astype(codes.dtype)
+        codes, values = convert(a), read_float(a, src)
+        given = np.full_like(a, F32.nan) if flushed else take(a, WIDTH[src])
+        sign, below = _shifted(given, bits - WIDTH[src]), _shifted(given, mantissa - _MANTISSA[src])
+        kept_sign, payload = sign & np.uint64(1 << (bits - 1)), below & np.uint64((1 << mantissa) - 1)
+        return np.where(np.isnan(values), kept_sign | quiet | payload, codes).astype(codes.dtype)
 
     return kept
+
+
+def _shifted(codes: Bits, left: int) -> npt.NDArray[np.uint64]:
+    wide = codes.astype(np.uint64)
+    return wide << np.uint64(left) if left > 0 else wide >> np.uint64(-left)
 
 
 def _write(values: Float64, dst: str, modifiers: Modifiers) -> Bits:
@@ -238,6 +254,12 @@ def _widen_f16(a: Bits) -> Bits:
     return np.where(nan, _F32_NAN, wide) if is_traced(x) or count_nonzero(nan) else wide
 
 
+def _one_nan(a: Bits, fmt: FloatFormat) -> Bits:
+    """A conversion to the own type: ptxas adds a zero, and the sum has one NaN."""
+    magnitude, infinity = a & np.uint16(fmt.sign_bit - 1), np.uint16(fmt.max_finite + 1)
+    return np.where(magnitude > infinity, np.uint16(fmt.nan), a)
+
+
 _FAST: dict[tuple[str, str], tuple[str, Function]] = {
     ("f32", "bf16"): ("", _widen_bf16),
     ("f32", "f16"): ("", _widen_f16),
@@ -245,8 +267,8 @@ _FAST: dict[tuple[str, str], tuple[str, Function]] = {
     ("f16", "f32"): ("rn", f16_nearest),
     ("f32", "f32"): ("", lambda a: a),
     ("f64", "f64"): ("", lambda a: a),
-    ("bf16", "bf16"): ("", lambda a: a),
-    ("f16", "f16"): ("", lambda a: a),
+    ("bf16", "bf16"): ("", lambda a: _one_nan(a, BF16)),
+    ("f16", "f16"): ("", lambda a: _one_nan(a, F16)),
 }
 
 

@@ -162,7 +162,9 @@ def div(a: Float32, b: Float32, *, rounding: Rounding = "rn", ftz: bool = False)
 
 def rcp(a: Float32, *, rounding: Rounding = "rn", ftz: bool = False) -> Float32:
     """PTX ISA 9.7.3.13, `rcp.rnd`."""
-    return div(np.ones_like(a), a, rounding=rounding, ftz=ftz)
+    r = div(np.ones_like(a), a, rounding=rounding, ftz=ftz)
+    # No reciprocal is so near to a bound that rounding it to float64 moves it there.
+    return _flush_rounded(r, np.reciprocal(a.astype(np.float64)), rounding) if ftz else r
 
 
 def sqrt(a: Float32, *, rounding: Rounding = "rn", ftz: bool = False) -> Float32:

@@ -67,6 +67,23 @@ def test_a_result_is_merged_where_the_destination_says() -> None:
     assert np.array_equal(found, wanted)
 
 
+@pytest.mark.parametrize(
+    ("instruction", "a", "b", "c", "wanted"),
+    [
+        ("vshl.s32.s32.u32.sat.wrap", 2, 31, None, 0x7FFF_FFFF),
+        ("vshl.u32.u32.u32.sat.clamp", 2, 32, None, 0),  # 2^33 is -2^33 in 34 bits
+        ("vabsdiff.s32.s32.s32.max", 0, 1 << 31, 1, 1 << 31),  # 2^31 is not -2^31
+        ("vmin.u32.s32.s32.max", 0xFFFF_FF00, 0, 0xFFFF_FFFF, 0xFFFF_FF00),  # unsigned, -256 has more than 32 bits
+        ("vadd.s32.s32.s32.max", 0x7FFF_FFFF, 1, 0, 0),  # the sum is cut to a word
+    ],
+)
+def test_a_result_has_more_bits_than_a_word(instruction: str, a: int, b: int, c: int | None, wanted: int) -> None:
+    """PTX ISA 9.7.18.1 says 34 bits; an H200 compares 64, but sums of words."""
+    words = {name: np.full(64, value or 0, np.uint32) for name, value in (("a", a), ("b", b), ("c", c))}
+    found = run_ptx(f"{instruction} %x, %a, %b{', %c' if c is not None else ''};", words, {"x": np.uint32})["x"]
+    assert np.array_equal(found, np.full(64, wanted, np.uint32)), f"{instruction} gives {int(found[0]):#x}"
+
+
 def test_four_bytes_of_both_sources_are_averaged_and_added() -> None:
     found = run_ptx("vavrg4.u32.u32.u32.add %x.b310, %a.b7520, %b, %c;", WORDS, {"x": np.uint32})["x"]
     for i in range(64):

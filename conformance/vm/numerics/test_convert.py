@@ -273,6 +273,26 @@ def test_widening_is_exact() -> None:
     np.testing.assert_array_equal(parse("cvt.f64.f32").apply(singles).view(np.float64), singles.view(np.float32))
 
 
+@pytest.mark.parametrize(
+    ("dst", "src", "modifiers", "given", "wanted"),
+    [
+        ("f64", "f16", Modifiers(), 0xFD5E, 0xFFFD_7800_0000_0000),
+        ("f64", "bf16", Modifiers(), 0x7F88, 0x7FF9_0000_0000_0000),
+        ("f64", "f32", Modifiers(), 0xFF80_F00A, 0xFFF8_1E01_4000_0000),
+        ("f64", "f32", Modifiers(ftz=True), 0xFF80_F00A, 0x7FFF_FFFF_E000_0000),
+        ("f16", "f64", Modifiers("rz"), 0xFFF0_0000_0000_0001, 0xFE00),
+        ("bf16", "f64", Modifiers("rn"), 0x7FF7_D1CE_25DA_09CA, 0x7FFE),
+        ("f32", "f64", Modifiers("rn", sat=True), 0x7FF7_D1CE_25DA_09CA, 0),
+        ("f16", "f16", Modifiers(), 0xFC01, 0x7FFF),
+        ("bf16", "bf16", Modifiers(), 0xFF81, 0x7FFF),
+    ],
+)
+def test_what_a_nan_keeps(dst: str, src: str, modifiers: Modifiers, given: int, wanted: int) -> None:
+    bits = np.array([given], f"u{WIDTH[src] // 8}")
+    made = int(conversion(dst, src, modifiers).apply(bits)[0])
+    assert made == wanted, f"{dst} of the {src} {given:#x} is {made:#x}"
+
+
 def test_modifiers_of_scalar_conversions() -> None:
     values = f32(-1.0, 0.25, 7.0, np.nan, -0.0)
     assert parse("cvt.sat.f32.f32").apply(values).tolist() == f32(0, 0.25, 1, 0, 0).tolist(), ".sat"

@@ -212,6 +212,12 @@ def test_ftz_keeps_a_result_that_rounds_up_to_the_smallest_normal_number() -> No
     assert codes(f32.mul(a, b, rounding="rz", ftz=True)) == [0]
 
 
+def test_ftz_flushes_a_reciprocal_before_it_rounds_up() -> None:
+    a = np.array([0x7E80_0001, 0x7E80_0000], np.uint32).view(np.float32)
+    assert codes(f32.rcp(a, rounding="rp", ftz=True)) == [0, 0x0080_0000]
+    assert codes(f32.rcp(a, rounding="rp")) == [0x0080_0000, 0x0080_0000]
+
+
 def test_ftz_flushes_operands_and_result_and_keeps_the_sign() -> None:
     subnormal, one, smallest = floats(0x8000_0001), floats(0x3F80_0000), floats(TINY)
     half = floats(0x3F00_0000)
