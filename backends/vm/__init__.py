@@ -26,6 +26,7 @@ grade `portability`. Some of these reach only collectors, and a judged row count
   what only other lanes of its warp have awaited or acquired: an mbarrier, a flag, the end of their own copies
   (`lanes_unordered`);
 - a bulk copy over what threads have read with no fence.proxy.async in between (`smem_unfenced_overwrites`);
+- a setmaxnreg with no barrier of the warpgroup since the one before (`setmaxnreg_unsynchronised`);
 - a position or length beyond 255 of a 64-bit bit field (`bit_fields_beyond_255`);
 - as a note, a remainder by zero (`remainders_by_zero`): correct kernels of others compute some that they do not use.
 The gate fails where one of these counts grows.

@@ -21,6 +21,7 @@ Trend = Literal["worse", "vanished", "better", "changed"]
 NOT_FAILED_ON: Final = (
     "lanes_unordered",
     "mbarrier_inits_unfenced",
+    "setmaxnreg_unsynchronised",
     "smem_unfenced_overwrites",
     "tcgen05_fences_missing",
     "tmem_unordered_copies",

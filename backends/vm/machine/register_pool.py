@@ -58,12 +58,14 @@ class RegisterPool:
 
     A launch gives every thread as many as the code may use: .maxnreg, or what .reqntid or .maxntid leaves of an SM.
     Without either the number is unknown, and ptxas ignores setmaxnreg: `size` is None. `held` is the registers per
-    thread of each warp, 0 if unknown. `done` is what each warp has executed, `excesses` what does not fit on an SM.
+    thread of each warp, 0 if unknown, and at most so many unless they are `stated` by .maxnreg. `done` is what each
+    warp has executed, `excesses` what does not fit on an SM.
     """
 
     size: int | None
     held: list[int]
     done: list[list[Done]]
+    stated: bool = False
     excesses: list[Excess] = field(default_factory=list[Excess])
 
     @classmethod
@@ -74,7 +76,8 @@ class RegisterPool:
         if not given and most:
             threads = -(-prod(most) // 32) * 32 * max(directives.get("minnctapersm", (1,))[0], 1)
             given = min(REGISTERS // threads // 8 * 8, 256)
-        return cls(32 * given * warps if given else None, [given] * warps, [[] for _ in range(warps)])
+        size = 32 * given * warps if given else None
+        return cls(size, [given] * warps, [[] for _ in range(warps)], "maxnreg" in directives)
 
     @property
     def free(self) -> int:
@@ -88,7 +91,7 @@ class RegisterPool:
         if most is not None and one.way == "inc" and one.count > most:
             raise Fault("register-pool", f"setmaxnreg.inc to {one.count} registers a thread, but the CTA was launched "
                         f"with {self.size} in all, {most} a thread if one warpgroup has them all")  # fmt: skip
-        if held and (one.count > held if one.way == "dec" else one.count < held):
+        if held and (one.count > held if one.way == "dec" else self.stated and one.count < held):
             only = "gives back" if one.way == "dec" else "asks for more"
             report(Fault("register-pool", f"setmaxnreg.{one.way} to {one.count} registers a thread by a warp that "
                          f"holds {held}: .{one.way} only {only}"))  # fmt: skip
