@@ -337,7 +337,7 @@ def test_a_judged_row_fails_on_it_unless_only_collectors_are_told(rule: str) -> 
         GRADED[rule][0].launch(Machine("eager"))
     except Fault as fault:
         met = fault.rule
-    assert met == ("" if rule in COLLECTED_ONLY else rule), f"a row meets {met!r}, unlike what docs/rules/README.md says"
+    assert met == ("" if rule in COLLECTED_ONLY else rule), f"a row meets {met!r}, unlike docs/rules/README.md"
 
 
 @pytest.mark.parametrize("rule", COUNTERS)
