@@ -67,11 +67,11 @@ FAULTS: Final[Mapping[int, tuple[str, str]]] = {
     3: ("hangs", "mov.u32 %x, 1000;\nAGAIN: nanosleep.u32 %x;\nbra AGAIN;"),
     5: ("traps", "trap;"),
     7: ("stores to an odd address", "add.u64 %p, %p, 1; st.global.u32 [%p], 1;"),
-    # The VM detects a loop in which nothing changes; here a register does.
+    # The VM detects a loop in which no memory changes.
     11: (
-        "polls, and counts how often",
-        "st.global.u32 [%p], 7;\nmov.u32 %x, 0;\n"
-        "AGAIN: add.u32 %x, %x, 1;\nld.relaxed.gpu.global.u32 %y, [%p];\nbra AGAIN;",
+        "polls, and counts in memory how often",
+        "st.global.u32 [%p], 7;\nst.global.u32 [%p+4], 0;\n"
+        "AGAIN: red.relaxed.gpu.global.add.u32 [%p+4], 1;\nld.relaxed.gpu.global.u32 %y, [%p];\nbra AGAIN;",
     ),
     9: ("asks for more shared memory than there is", ""),
 }

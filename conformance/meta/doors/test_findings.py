@@ -436,7 +436,7 @@ def test_sarif_is_what_code_hosts_take() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "step"), [("deadlock", "LOOP: bra LOOP;"), ("runaway", "LOOP: add.u32 %r1, %r1, 1;\n bra LOOP;")]
+    ("rule", "step"), [("deadlock", "LOOP: bra LOOP;"), ("runaway", "LOOP: red.global.add.u32 [%rd1], 1;\n bra LOOP;")]
 )
 def test_a_launch_that_does_not_end_is_at_a_line_of_the_source(rule: str, step: str) -> None:
     text = kernel(f'.file 1 "/home/me/kernels/spin.cu"\n.loc 1 7 3\n{step}')
