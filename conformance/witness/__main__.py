@@ -13,15 +13,15 @@ import argparse
 import multiprocessing
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import TimeoutError as OverTime
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessPool
 
 from backends.vm.machine.scheduler import schedule
 from conformance.witness import public
+from conformance.witness.apart import LostError, result_of
 from conformance.witness.examination import SCHEDULES, WITNESSES, Examination, examine, settle
 from conformance.witness.record import (
     OPCODES,
@@ -35,8 +35,6 @@ from conformance.witness.record import (
 from conformance.witness.witness import Witness
 from megamoe.records.lines import RecordError
 from megamoe.records.provenance import installed_version
-
-LIMIT_SECONDS = 600
 
 
 def _lost(witness: Witness, reason: str) -> Examination:
@@ -52,11 +50,9 @@ def _examined(chosen: list[Witness], schedules: Sequence[str]) -> list[Examinati
         with ProcessPool(1, context=spawn, initializer=settle, initargs=(target,)) as pool:
             for witness in members:
                 try:
-                    one = pool.schedule(examine, args=(witness.name, schedules), timeout=LIMIT_SECONDS).result()
-                except OverTime:
-                    one = _lost(witness, f"it did not end in {LIMIT_SECONDS} s")
-                except ProcessExpired as gone:
-                    one = _lost(witness, f"its process ended with exit code {gone.exitcode}")
+                    one = result_of(pool, examine, witness.name, schedules)
+                except LostError as lost:
+                    one = _lost(witness, str(lost))
                 found.append(one)
                 _say(one.row)
     return found

@@ -19,7 +19,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import TimeoutError as OverTime
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,9 +30,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessPool
 
 from conformance.witness import references
+from conformance.witness.apart import LostError, result_of
 from conformance.witness.public_record import ARGUED, RECORD, TABLE, PublicRow, read_rows, table
 from conformance.witness.record import rows_as_text
 from megamoe import torch_cuda
@@ -47,7 +47,6 @@ from megamoe.vm import Device
 
 SETTLED = ("ok", "argued", "defect", "uncompiled")
 """Outcomes that a run need not repeat: they show no fault of ours."""
-LIMIT_SECONDS = 600
 SM_COUNT = 2
 """The number of SMs that persistent kernels see: so few that each CTA has two tiles of a small problem."""
 STEP_BUDGET = 40_000_000
@@ -427,11 +426,9 @@ def examined(chosen: Iterable[PublicCase], sources: Path, schedule: str = RECORD
         with ProcessPool(1, context=spawn, initializer=settle, initargs=place) as pool:
             for case, row in members:
                 try:
-                    row = pool.schedule(judged, args=(case, str(sources), schedule), timeout=LIMIT_SECONDS).result()
-                except OverTime:
-                    row = replace(row, status="timed_out", reason=f"it did not end in {LIMIT_SECONDS} s")
-                except ProcessExpired as gone:
-                    row = replace(row, status="crashed", reason=f"its process ended with exit code {gone.exitcode}")
+                    row = result_of(pool, judged, case, str(sources), schedule)
+                except LostError as lost:
+                    row = replace(row, status="timed_out" if lost.over_time else "crashed", reason=str(lost))
                 yield row
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import multiprocessing
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import TimeoutError as OverTime
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessPool
 
 from conformance.kernels.mutants.unmutated import OTHERS, Watch, Watched, followed
-from conformance.witness.public import LIMIT_SECONDS, RECORDED, PublicCase, blank, cases, ran, settle
+from conformance.witness.apart import LostError, result_of
+from conformance.witness.public import RECORDED, PublicCase, blank, cases, ran, settle
 from conformance.witness.public_record import RECORD, PublicRow, read_rows
 from megamoe.contract import Target
 
@@ -112,13 +112,10 @@ def watch(record: Watch, sources: Path, plan: Sequence[Turn], seconds: float | N
             for turn in members:
                 if seconds is not None and spent > seconds:
                     return
-                given = (turn.case, str(sources), turn.seeds)
                 try:
-                    line = pool.schedule(watched, args=given, timeout=LIMIT_SECONDS).result()
-                except OverTime:
-                    line = _lost(turn, f"it did not end in {LIMIT_SECONDS} s")
-                except ProcessExpired as gone:
-                    line = _lost(turn, f"its process ended with exit code {gone.exitcode}")
+                    line = result_of(pool, watched, turn.case, str(sources), turn.seeds)
+                except LostError as lost:
+                    line = _lost(turn, str(lost))
                 spent += line.seconds
                 record.append(line)
                 yield line
