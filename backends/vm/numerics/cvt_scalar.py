@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
+from backends.vm.numerics import half
 from backends.vm.numerics.formats import (
     BF16,
     F16,
@@ -18,7 +19,6 @@ from backends.vm.numerics.formats import (
     FORMATS,
     TF32,
     Float64,
-    FloatFormat,
     Rounding,
     add_to_odd,
     decode,
@@ -254,12 +254,7 @@ def _widen_f16(a: Bits) -> Bits:
     return np.where(nan, _F32_NAN, wide) if is_traced(x) or count_nonzero(nan) else wide
 
 
-def _one_nan(a: Bits, fmt: FloatFormat) -> Bits:
-    """A conversion to the own type: ptxas adds a zero, and the sum has one NaN."""
-    magnitude, infinity = a & np.uint16(fmt.sign_bit - 1), np.uint16(fmt.max_finite + 1)
-    return np.where(magnitude > infinity, np.uint16(fmt.nan), a)
-
-
+# To convert to the own type, ptxas adds a zero, and the sum has one NaN.
 _FAST: dict[tuple[str, str], tuple[str, Function]] = {
     ("f32", "bf16"): ("", _widen_bf16),
     ("f32", "f16"): ("", _widen_f16),
@@ -267,8 +262,8 @@ _FAST: dict[tuple[str, str], tuple[str, Function]] = {
     ("f16", "f32"): ("rn", f16_nearest),
     ("f32", "f32"): ("", lambda a: a),
     ("f64", "f64"): ("", lambda a: a),
-    ("bf16", "bf16"): ("", lambda a: _one_nan(a, BF16)),
-    ("f16", "f16"): ("", lambda a: _one_nan(a, F16)),
+    ("bf16", "bf16"): ("", lambda a: half.canonical(a, BF16)),
+    ("f16", "f16"): ("", lambda a: half.canonical(a, F16)),
 }
 
 

@@ -139,15 +139,16 @@ REDUCTIONS: dict[str, Callable[[Codes16, Codes16, FloatFormat], Codes16]] = {
 
 def negate(a: Codes16, fmt: FloatFormat, *, ftz: bool = False) -> Codes16:
     """9.7.4.5; a NaN becomes 0x7FFF (facts.md 7.3)."""
-    return _canonical((flush(a, fmt) if ftz else a) ^ _SIGN, fmt)
+    return canonical((flush(a, fmt) if ftz else a) ^ _SIGN, fmt)
 
 
 def absolute(a: Codes16, fmt: FloatFormat, *, ftz: bool = False) -> Codes16:
     """9.7.4.6; a NaN becomes 0x7FFF (facts.md 7.3)."""
-    return _canonical((flush(a, fmt) if ftz else a) & ~_SIGN, fmt)
+    return canonical((flush(a, fmt) if ftz else a) & ~_SIGN, fmt)
 
 
-def _canonical(a: Codes16, fmt: FloatFormat) -> Codes16:
+def canonical(a: Codes16, fmt: FloatFormat) -> Codes16:
+    """The codes, with the one NaN of arithmetic for every NaN."""
     return np.where((a & 0x7FFF) > (fmt.infinity or 0), 0x7FFF, a).astype(np.uint16)
 
 
