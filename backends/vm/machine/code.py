@@ -14,15 +14,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import address_of
+from backends.vm.machine.paths import Deciding, idle_waits
 from backends.vm.memory.shared import dynamic_offset
-from backends.vm.ptx.ast import Function, Instruction, Register, Symbol, Variable
+from backends.vm.ptx.ast import Function, Instruction, Variable
 from backends.vm.ptx.functions import SEPARATOR
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ OFTEN, FACTOR = 2, 4
 """A block first looks for runs at execution OFTEN, and again each time FACTOR times as many have passed. Most kinds of
 instructions have machine code by then, from other functions. A block that runs once does not repay the search."""
 HANDLED: Final = _Sentinel()
-CLOCKS: Final = ("%clock", "%globaltimer")
 MAX_PATHS: Final = 256
 """Paths whose deciding registers a function remembers."""
 
@@ -180,13 +180,13 @@ class Code:
     _classes: tuple[tuple[str, ...], npt.NDArray[np.int64]] | None = None
     _constant_loads: dict[int, str] | None = None
     _idle_waits: frozenset[int] | None = None
-    _deciding: dict[frozenset[int], Deciding] = field(default_factory=dict[frozenset[int], "Deciding"])
+    _deciding: dict[frozenset[int], Deciding] = field(default_factory=dict[frozenset[int], Deciding])
 
     @property
     def idle_waits(self) -> frozenset[int]:
         """The blocks of waits that may time out and, when they have, are asked again with nothing in between."""
         if self._idle_waits is None:
-            self._idle_waits = _idle_waits(self)
+            self._idle_waits = idle_waits(self)
         return self._idle_waits
 
     def deciding(self, path: frozenset[int]) -> Deciding:
@@ -218,71 +218,6 @@ class Code:
         if self._constant_loads is None:
             self._constant_loads = {one.line: one.text for one in self.function.instructions if "nc" in one.parts}
         return self._constant_loads
-
-
-def _idle_waits(code: Code) -> frozenset[int]:
-    begins = [0, *accumulate(len(block.instructions) for block in code.blocks)]
-    block_at = {begin: number for number, begin in reversed([*enumerate(begins)])}
-    return frozenset(
-        number
-        for number, block in enumerate(code.blocks)
-        if block.instructions and block.instructions[-1].parts[:2] == ("mbarrier", "try_wait")
-        if _comes_back(code, number, block_at)
-    )
-
-
-def _comes_back(code: Code, wait: int, block_at: Mapping[int, int]) -> bool:
-    """Whether a warp all of whose lanes get false from the wait returns to it over nothing but branches."""
-    asked, at = code.blocks[wait].instructions[0], wait + 1
-    answer = asked.operands[0]
-    if asked.guard is not None or len(code.blocks[wait].instructions) != 1:
-        return False
-    for _ in code.blocks:
-        jump = code.blocks[at].instructions if at < len(code.blocks) else []
-        if len(jump) != 1 or jump[0].parts[0] != "bra" or not jump[0].operands:
-            return False
-        guard, label = jump[0].guard, jump[0].operands[0]
-        decided = guard is None or (isinstance(answer, Register) and guard.register == answer.name)
-        if not decided or not isinstance(label, Symbol):
-            return False
-        taken = guard is None or guard.negated
-        at = block_at.get(code.function.labels.get(label.name, -1), -1) if taken else at + 1
-        if at == wait:
-            return True
-    return False
-
-
-class Deciding(NamedTuple):
-    """The registers that decide in some blocks: those with values from a clock of these blocks, and the others."""
-
-    clocked: frozenset[Key]
-    others: frozenset[Key]
-
-    @classmethod
-    def of(cls, blocks: Sequence[Block]) -> Deciding:
-        """See Code.deciding."""
-        flows = [flow for block in blocks for flow in block.find_flow()]
-        texts = [one.text for block in blocks for one in block.instructions]
-        clocks = [flow for flow, text in zip(flows, texts, strict=True) if any(one in text for one in CLOCKS)]
-        clocked = _closed({key for flow in clocks for key in flow.defines}, [(one.uses, one.defines) for one in flows])
-        # Backwards, because results are mostly used below.
-        backwards = [(one.defines, one.uses) for one in reversed(flows) if one.computes]
-        found = _closed({key for one in flows if not one.computes for key in one.uses}, backwards)
-        deciding = {key for one in flows for key in one.defines if key in found}
-        return cls(frozenset(deciding & clocked), frozenset(deciding - clocked))
-
-
-def _closed(begin: set[Key], edges: Sequence[tuple[Sequence[Key], Sequence[Key]]]) -> set[Key]:
-    """`begin`, and what any number of `edges` (from, to) leads to from there."""
-    found, left, before = set(begin), list(edges), -1
-    while len(left) != before:
-        before, searched, left = len(left), left, list[tuple[Sequence[Key], Sequence[Key]]]()
-        for edge in searched:
-            if found.isdisjoint(edge[0]):
-                left.append(edge)
-            else:
-                found.update(edge[1])
-    return found
 
 
 @dataclass(slots=True)
