@@ -15,7 +15,6 @@ from backends.vm.machine.access import active, resolve, visit
 from backends.vm.machine.code import LANES, NEXT, Wait
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.warp import Warp
-from backends.vm.memory.clocks import Clock
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import OFFSET_MASK
 from backends.vm.ptx.ast import Operand, Sink
@@ -134,19 +133,11 @@ def arrive(b: Binder) -> Step:
             if expects and given is not None:
                 barrier.expect(int(given.sum()))
             count = len(lanes) if expects or given is None else int(given.sum())
-            barrier.arrive(count, _by(warp, b), *_released(warp, relaxed=relaxed, narrow=narrow), drop=drop)
+            barrier.arrive(count, _by(warp, b), *warp.given(relaxed=relaxed, narrow=narrow), drop=drop)
         if not relaxed:
             warp.next_epoch(warp.active_bits())
 
     return step
-
-
-def _released(warp: Warp, *, relaxed: bool, narrow: bool) -> tuple[tuple[Clock, int, bool], ...]:
-    rank = warp.cta.place.cta_rank
-    if relaxed:
-        told = warp.clock.relaxed(warp.released, warp.agent)
-        return (told, rank, narrow), (warp.released_to_cta, rank, True)
-    return ((warp.clock, rank, narrow),)
 
 
 def _is_address(operand: Operand) -> bool:
@@ -201,11 +192,8 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
                     answers[lanes if alike else [i for i, one in zip(lanes, told, strict=True) if one == parity]] = True
                 if passed and (relaxed or narrow):
                     barrier.completed.over(warp.met)
-                if passed and relaxed:
-                    barrier.completed.notice(warp.clock)
-                    warp.noticed[id(barrier)] = barrier.completed
-                elif passed:
-                    barrier.completed.take(warp.clock, warp.cta.place.cta_rank, narrow=narrow)
+                if passed:
+                    warp.take(barrier.completed, barrier, relaxed=relaxed, narrow=narrow)
         if before is not None:
             warp.have_acquired(before)
         return answers, asked

@@ -375,31 +375,25 @@ def synchronise(
     and an atomic without an order are relaxed. `meetings`: the warp's count before an acquire by the same operation,
     because that acquire does not order what other lanes stored before it.
     """
-    races = warp.cta.machine.races
+    races, narrow = warp.cta.machine.races, scope == "cta"
+    takes, gives = sem in ("acquire", "acq_rel"), sem in ("release", "acq_rel")
+    given = warp.given(relaxed=not gives, narrow=narrow) if release else ()
     before = warp.acquiring() if acquire else None
     for address in dict.fromkeys(addresses.tolist()):
         where, own = resolve(space, np.array([address], np.int64))
         place = int(own[0])
-        takes, gives = sem in ("acquire", "acq_rel"), sem in ("release", "acq_rel")
         if where == "global" and scope not in ("cta", "cluster"):
             if acquire:
                 races.acquire(place, warp, ordered=takes)
             if release:
                 races.release(place, warp, ordered=gives)
         flags, key = warp.cta.cluster.flags, (where.partition("::")[0], place)
-        rank, narrow = warp.cta.place.cta_rank, scope == "cta"
         if acquire and key in flags:
-            if takes:
-                flags[key].take(warp.clock, rank, narrow=narrow)
-            else:
-                warp.noticed[id(flags[key])] = flags[key]
+            warp.take(flags[key], flags[key], relaxed=not takes, narrow=narrow)
         if release:
             held = flags.setdefault(key, Carried())
-            if gives:
-                held.give(warp.clock, rank, narrow=narrow)
-            else:
-                held.give(warp.released, rank, narrow=narrow)
-                held.give(warp.released_to_cta, rank, narrow=True)
+            for clock, rank, only in given:
+                held.give(clock, rank, narrow=only)
     if before is not None:
         warp.have_acquired(before)
     if release:

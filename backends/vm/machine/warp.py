@@ -387,6 +387,26 @@ class Warp:
         grid = self.clock.grid
         return {**(grid.known if grid is not None else {}), self.agents.serial: self.clock.seen.copy()}
 
+    def given(self, *, relaxed: bool, narrow: bool) -> tuple[tuple[Clock, int, bool], ...]:
+        """What a release of this warp gives, for Carried.give: clocks, the CTA's rank, and whether only to the own CTA.
+
+        A `relaxed` one gives what a fence has covered. `narrow`: of scope .cta.
+        """
+        rank = self.cta.place.cta_rank
+        if relaxed:
+            told = self.clock.relaxed(self.released, self.agent)
+            return (told, rank, narrow), (self.released_to_cta, rank, True)
+        return ((self.clock, rank, narrow),)
+
+    def take(self, carried: Carried, place: object, *, relaxed: bool, narrow: bool) -> None:
+        """An acquire of what releases have `carried` to `place`, a flag or an mbarrier. A `relaxed` one learns only
+        that they come before in time, until a fence."""
+        if relaxed:
+            carried.notice(self.clock)
+            self.noticed[id(place)] = carried
+        else:
+            carried.take(self.clock, self.cta.place.cta_rank, narrow=narrow)
+
     def acquiring(self) -> Snapshot | None:
         """Call before the active lanes acquire. Returns what the warp knows if other living lanes are inactive."""
         alone, uneven = self.where is not True and not self.full, self.acquires.at == self.meetings

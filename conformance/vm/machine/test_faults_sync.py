@@ -161,6 +161,12 @@ ORDERED_BARRIERS = {
         f"@%p5 {RELAXED.replace('relaxed', 'release')}\n{RELAXED_WAIT}\n"
         "@%p2 bar.arrive 1, 64;\n@%p3 bar.sync 1, 64;", 64,
     ),
+    "the same with a relaxed flag": (
+        ".shared .align 4 .b32 flag;\n@%p4 st.shared.b32 [flag], 0;\nbar.sync 0;\n@%p2 bar.arrive 1, 64;\n"
+        "@%p3 bar.sync 1, 64;\n@%p5 st.relaxed.cta.shared.b32 [flag], 1;\n"
+        "POLL: ld.relaxed.cta.shared.b32 %r4, [flag];\nsetp.eq.u32 %p6, %r4, 0;\n@%p6 bra POLL;\n"
+        "@%p2 bar.arrive 1, 64;\n@%p3 bar.sync 1, 64;", 64,
+    ),
     "pairs of warps, the second after a barrier of its own that follows a relaxed arrival": (
         f"@%p4 {COUNT_ONE}\nbar.sync 0;\n@%p1 bar.sync 1, 64;\n@%p5 {RELAXED}\n"
         f"setp.eq.u32 %p6, %warp, 2;\n@!%p6 bra PASS;\n{wait('mbar', 0)}\nPASS:\n"
