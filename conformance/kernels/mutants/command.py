@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -11,7 +12,10 @@ from pathlib import Path
 
 from conformance.kernels.mutants.campaign import (
     DROPPED,
+    EXCUSED_SECONDS,
     SCHEDULES,
+    Examiner,
+    Here,
     Outcome,
     Plan,
     Record,
@@ -29,6 +33,7 @@ from conformance.kernels.mutants.claims import claimed, held
 from conformance.kernels.mutants.journal import Ran
 from conformance.kernels.mutants.mutant import ID, SYNCHRONISATION, Mutant
 from conformance.kernels.mutants.options import RUNS
+from conformance.kernels.mutants.processes import WORTH, Processes, pack, unpacked
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunts
 from conformance.kernels.mutants.silicon import remember
 from conformance.kernels.mutants.smoke import smoked
@@ -37,6 +42,7 @@ from conformance.kernels.mutants.table import (
     RECORD,
     TABLE,
     Reason,
+    argued,
     drops_table,
     equivalent,
     excuses,
@@ -154,7 +160,9 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
     schedules = tuple(options.schedule or SCHEDULES)
     shard, parts = Nth.parse(options.shard), tuple(options.program or ())
     plan = Plan(selection, options.sync, options.others, options.seed, shard, parts)
-    programs = _programs(selection)
+    if options.pack:
+        return _pack(_programs(selection), options.pack)
+    programs = unpacked(options.packed) if options.packed else _programs(selection)
     if options.search is not None:
         return _search(record, plan, programs, Effort(options.search, options.seconds or 60.0, schedules))
     if options.id or options.text:
@@ -170,27 +178,40 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
     record.append(Ran.now(given, len(todo)))
     again, ran, unexplained, spent = options.again or options.holes, set[str](), 0, 0.0
     print(f"{counted(len(todo), 'mutant')}; an id is {ID}", flush=True)
-
-    def argued(survivor: Outcome) -> bool:
-        return excuses(reason_of(survivor, known))
-
-    for at, outcome in run(todo, record, schedules, options.seconds, again=again, argued=argued):
+    examined = _examiner(options, schedules, len(todo))
+    for outcome in run(todo, record, examined, again=again):
         ran.add(outcome.id)
         spent += outcome.seconds
         unexplained += not outcome.killed and blamed(outcome, known)
-        print(f"{at}/{len(todo)} {told_of(outcome, known)}", flush=True)
+        print(f"{len(ran)}/{len(todo)} {told_of(outcome, known)}", flush=True)
     left = sum(mutant.id not in (ran if again else record.by_id) for _, mutant in todo)
     lived = survivors(record.results, known)
     killed, same = len(record.results) - len(lived), len(equivalent(lived))
     holes, excused = len(lived) - same, sum(not blamed(one, known) for one, _ in lived) - same
-    unchanged = sum({id(one): one.spent for one, _ in todo}.values())
     print(
         f"{counted(len(ran), 'mutant')} took {spent:.0f} s of processor time, their programs as they are "
-        f"{unchanged:.0f} s"
+        f"{examined.unchanged:.0f} s"
     )
     counts = f"{killed} killed, {same} equivalent, {counted(holes, 'hole')}, {excused} of them excused"
     print(f"{record.path}: {counts}; {left} of this call left to run")
     return int(bool(unexplained))
+
+
+def _examiner(options: argparse.Namespace, schedules: Sequence[str], mutants: int) -> Examiner:
+    """Examines in this process if there is no work for two."""
+    excused = options.excused
+    if excused is None:
+        excused = math.inf if options.again or options.holes else EXCUSED_SECONDS
+    if options.jobs > 1 and mutants > WORTH:
+        return Processes(options.jobs, schedules, options.seconds, excused)
+    return Here(schedules, options.seconds, argued, excused)
+
+
+def _pack(programs: Sequence[Subject], folder: Path) -> int:
+    """Writes the programs of a selection to files, for a host that cannot build them."""
+    for at, path in enumerate(pack(programs, folder), 1):
+        print(f"{at}/{len(programs)} {path}: {programs[at - 1].name}", flush=True)
+    return 0
 
 
 def blamed(survivor: Outcome, known: Sequence[Reason]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,6 +13,7 @@ of a campaign" it runs mutants of the programs that the cases build, until a che
 goes on where the record ends."""
 RUNS = Path("results/mutants/campaign.jsonl")
 """Where a campaign writes without `--record`; not among the runs of `megamoe run`, which it is none of."""
+MAX_JOBS = 1024
 READS = {
     "table": ("op", "backend", "target", "program"),
     "smoke": ("op", "backend", "target", "program"),
@@ -41,6 +43,8 @@ def parsed(given: list[str]) -> argparse.Namespace:
     _add_record(parser.add_argument_group("the record"))
     _add_others(parser.add_argument_group("instead of a campaign"))
     options = parser.parse_args(given)
+    if options.packed and (idle := next((one for one in PACKED_HAS if getattr(options, one)), None)):
+        parser.error(f"--packed has its programs and cases already, so --{idle} would do nothing")
     for mode, read in READS.items():
         idle = [one for one in SELECTING if getattr(options, one) and one not in read]
         chosen = getattr(options, mode)
@@ -52,6 +56,8 @@ def parsed(given: list[str]) -> argparse.Namespace:
 
 SELECTING = ("op", "case", "where", "backend", "target", "schedule", "program")
 """Options that select programs, cases or schedules."""
+PACKED_HAS = ("op", "case", "where", "backend", "target", "pack")
+"""Options that choose what is packed."""
 _Group = argparse._ArgumentGroup  # pyright: ignore[reportPrivateUsage]
 
 
@@ -68,6 +74,9 @@ def _add_selection(group: _Group) -> None:
         ("schedule", "NAME", "Run under this schedule, not the five of a campaign. One is faster and kills less."),
     ):  # fmt: skip
         group.add_argument(f"--{name}", action="append", metavar=metavar, help=f"{about} May be repeated.")
+    group.add_argument("--packed", type=Path, metavar="FOLDER", help="Programs that --pack has written, in place of "
+                       "those that options select: use it on a host that cannot build them. The files are pickles: "
+                       "take only your own.")  # fmt: skip
     group.add_argument("--program", action="append", metavar="TEXT", help="Only programs with TEXT in their name, "
                        "which the table has: use it to come back to one of many. May be repeated.")  # fmt: skip
 
@@ -84,6 +93,11 @@ def _add_draws(group: _Group) -> None:
                        "n processes or hosts, each with a --record of its own. [default: 1/1]")  # fmt: skip
     group.add_argument("--seconds", type=_seconds, metavar="S", help="Processor time after which no mutant begins; "
                        "with --search, the time for each hole. Use it to try out a call.")  # fmt: skip
+    group.add_argument("--jobs", type=_jobs, default=os.cpu_count() or 1, metavar="N", help="Processes that run "
+                       "mutants, one a core if this is not given.")  # fmt: skip
+    group.add_argument("--excused", type=_seconds, metavar="S", help="Further turns of a mutant that an argument "
+                       "excuses: as many as the unchanged program runs in S seconds; with --again all of them. Use more to doubt "
+                       "the arguments. [default: 2]")  # fmt: skip
     group.add_argument("--again", action="store_true", help="Run what lived, of those drawn, once more, whatever "
                        "excuses it, in every turn: use it after a change of the machine or of the checks.")  # fmt: skip
     group.add_argument("--holes", action="store_true", help="As --again, but none that is equivalent: use it after a "
@@ -106,6 +120,8 @@ def _add_others(group: _Group) -> None:
                        "smoke kill: use it to learn what CI alone would notice.")  # fmt: skip
     group.add_argument("--argued", action="store_true", help="Run the survivors of the record that survivors.yaml says "
                        "leave the same bits, and compare: use it after a change of an argument.")  # fmt: skip
+    group.add_argument("--pack", type=Path, metavar="FOLDER", help="Write the programs that are selected to FOLDER: "
+                       "use it before --packed.")  # fmt: skip
     group.add_argument("--id", metavar="ID", help="Run one mutant, of the --case and --backend that build its program, "
                        "and say what kills it. Nothing is recorded: use it while you write a check.")  # fmt: skip
     group.add_argument("--text", metavar="TEXT", help="Run all mutants of the instructions with TEXT, as "
@@ -124,6 +140,12 @@ def _count(text: str) -> int | None:
     if text != "all" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor `all`")
     return None if text == "all" else int(text)
+
+
+def _jobs(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_JOBS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes from 1 to {MAX_JOBS}")
+    return int(text)
 
 
 def _seconds(text: str) -> float:

@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Literal, TypeGuard
 
 from conformance import ROOT
-from conformance.kernels.mutants.campaign import DROPPED, EXCUSED_SECONDS, SCHEDULES, Outcome, Record
+from conformance.kernels.mutants.campaign import DROPPED, SCHEDULES, Outcome, Record
 from conformance.kernels.mutants.journal import Ran
 from conformance.kernels.mutants.mutant import ID, KINDS, MEANINGS, SYNCHRONISATION
 from conformance.kernels.mutants.silicon import read as read_silicon
@@ -121,6 +122,16 @@ def survivors(found: Iterable[Outcome], known: Sequence[Reason]) -> list[tuple[O
 def excuses(why: Reason | None) -> TypeGuard[Reason]:
     """Whether a survivor of this reason is equivalent."""
     return why is not None and why.verdict == "equivalent"
+
+
+@cache
+def _standing() -> list[Reason]:
+    return reasons()
+
+
+def argued(survivor: Outcome) -> bool:
+    """Whether a reason of survivors.yaml says that a survivor is equivalent."""
+    return excuses(reason_of(survivor, _standing()))
 
 
 def equivalent(told: Iterable[tuple[Outcome, Reason | None]]) -> set[str]:
@@ -286,8 +297,8 @@ def _turns_of_excused(found: Sequence[Outcome], ordering: Sequence[Outcome], equ
         turns = Counter(one.all_turns for one in some if one.id in equal)
         if turns[True] + turns[False]:
             lines += [
-                f"Turns of the equivalent ones, {what}: {turns[True]:,} had all, {turns[False]:,} only those that the "
-                f"unchanged program runs in {EXCUSED_SECONDS:g} s; of {turns[None]:,} the record does not tell."
+                f"Turns of the equivalent ones, {what}: {turns[True]:,} had all, {turns[False]:,} only those that are "
+                f"cheap; of {turns[None]:,} the record does not tell."
             ]
     return lines
 

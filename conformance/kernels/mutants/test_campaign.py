@@ -13,6 +13,7 @@ from conformance.fakes import backends
 from conformance.kernels.mutants.__main__ import main
 from conformance.kernels.mutants.campaign import (
     SCHEDULES,
+    Here,
     Outcome,
     Plan,
     Record,
@@ -71,8 +72,10 @@ def test_a_sample_of_the_tool(program: Subject, tmp_path: Path) -> None:
     parts = [planned(replace(plan, shard=Nth(part, 3)), [program]) for part in (1, 2, 3)]
     assert sorted(one.id for part in parts for _, one in part) == sorted(one.id for _, one in todo)
     for part in parts:
-        list(run(part, record, ("eager", "lazy")))
-    assert not list(run(todo, Record(tmp_path / "mutants.jsonl"), ("eager",))), "a record that is whole runs nothing"
+        list(run(part, record, Here(("eager", "lazy"))))
+    assert not list(run(todo, Record(tmp_path / "mutants.jsonl"), Here(("eager",)))), (
+        "a record that is whole runs nothing"
+    )
     lived = [one for one in record.results if not one.killed and reason_of(one, known) is None]
     assert not lived, f"neither killed nor explained: {[f'{one.id} {one.before} -> {one.after}' for one in lived]}"
     ordering = [one for one in record.results if one.kind in SYNCHRONISATION]
@@ -148,7 +151,7 @@ def test_an_argument_that_a_further_turn_refutes_is_told(program: Subject, tmp_p
     some = examine(program, last, ask_assemblers=False, argued=argued, excused_seconds=0.0)
     assert (some.killed, some.excused) == (False, True), f"a first turn kills it, so this test shows nothing: {some}"
     record = Record(tmp_path / "mutants.jsonl")
-    ((_, outcome),) = run([(program, last)], record, ("eager",), argued=argued)
+    (outcome,) = run([(program, last)], record, Here(("eager",), argued=argued))
     assert (outcome.check, outcome.excused) == ("rule:mbarrier-misuse", True), f"{last.before} was excused: {outcome}"
     assert outcome.all_turns is None, "it is told that a mutant that died had all its turns"
     assert told_of(outcome, [wrong]).endswith(f"; this excused it, and is wrong here: {wrong.why}")
