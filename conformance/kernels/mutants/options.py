@@ -96,8 +96,8 @@ def _add_draws(group: _Group) -> None:
     group.add_argument("--jobs", type=_jobs, default=os.cpu_count() or 1, metavar="N", help="Processes that run "
                        "mutants, one a core if this is not given.")  # fmt: skip
     group.add_argument("--excused", type=_seconds, metavar="S", help="Further turns of a mutant that an argument "
-                       "excuses: as many as the unchanged program runs in S seconds; with --again all of them. Use more "
-                       "to doubt the arguments. [default: 2]")  # fmt: skip
+                       "excuses: as many as the unchanged program runs in S seconds; with --again all of them. Use "
+                       "more to doubt the arguments. [default: 2]")  # fmt: skip
     group.add_argument("--again", action="store_true", help="Run what lived, of those drawn, once more, whatever "
                        "excuses it, in every turn: use it after a change of the machine or of the checks.")  # fmt: skip
     group.add_argument("--holes", action="store_true", help="As --again, but none that is equivalent: use it after a "
