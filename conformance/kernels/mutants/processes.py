@@ -7,9 +7,7 @@ A process keeps to one program as long as that has mutants left, since it runs t
 from __future__ import annotations
 
 import lzma
-import multiprocessing
 import pickle
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +17,14 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from pebble import ProcessExpired, ProcessPool
 
 from conformance.kernels.mutants.campaign import EXCUSED_SECONDS, SCHEDULES, Built, Here, Outcome, Subject, Todo, lost
 from conformance.kernels.mutants.mutant import Mutant
 from conformance.kernels.mutants.table import argued
 from megamoe.contract import HostProgram, Program
+from megamoe.judge.worker import end_pool, worker_pool
+from megamoe.runner.forks import interrupts_held_back
 from megamoe.spec.load import load_specs
 
 PORTION = 8
@@ -104,12 +103,6 @@ def _read(path: Path) -> Subject:
     return found.subject()
 
 
-def _begin() -> None:
-    # Ctrl-C is for the campaign, which ends its processes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-
-
 @dataclass(frozen=True, slots=True)
 class _Examined:
     """What a process has done: outcomes, its processor time, and that of the unchanged program in it."""
@@ -157,12 +150,11 @@ class Processes:
         with TemporaryDirectory(prefix="mutants-") as folder:
             self._divide(todo, Path(folder))
             try:
-                processes += [_started() for _ in range(min(self.jobs, max(1, len(todo) // WORTH)))]
+                processes += [_Process(_pool()) for _ in range(min(self.jobs, max(1, len(todo) // WORTH)))]
                 yield from self._conduct(processes)
             finally:
                 for one in processes:
-                    one.pool.stop()
-                    one.pool.join()
+                    end_pool(one.pool)
 
     def _divide(self, todo: Todo, folder: Path) -> None:
         by_subject: dict[int, Path] = {}
@@ -188,7 +180,8 @@ class Processes:
                     continue
                 one.some = self._left[one.path].pop(0)
                 how = Here(self.schedules, None, argued, self.excused_seconds)
-                running[one.pool.schedule(_examine, args=(one.path, one.some, how))] = one
+                with interrupts_held_back():
+                    running[one.pool.schedule(_examine, args=(one.path, one.some, how))] = one
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -209,9 +202,8 @@ class Processes:
         try:
             found = future.result()
         except ProcessExpired as gone:
-            one.pool.stop()
-            one.pool.join()
-            one.pool = _started().pool
+            end_pool(one.pool)
+            one.pool = _pool()
             if len(one.some) == 1:
                 return [
                     lost(self._subjects[one.path], one.some[0], f"its process ended with exit code {gone.exitcode}")
@@ -223,6 +215,5 @@ class Processes:
         return found.outcomes
 
 
-def _started() -> _Process:
-    context = multiprocessing.get_context("forkserver")
-    return _Process(ProcessPool(max_workers=1, initializer=_begin, context=context))
+def _pool() -> ProcessPool:
+    return worker_pool(1, __name__)
