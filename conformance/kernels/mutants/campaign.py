@@ -499,7 +499,8 @@ def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ct
     told = [_Turn(*one, first, True) for one in few[:1]]
     yield [*judged[:1], *near, *telling[-1:], *told]
     lazy = [_Turn(*one, schedule) for one in few[:1] for schedule in others[:1]]
-    yield [*telling[:-1], *judged[:0:-1][:1], *rest, *lazy, *late, *judged[1:-1]]
+    largest, between = judged[1:][-1:], judged[1:-1]
+    yield [*telling[:-1], *largest, *rest, *lazy, *late, *between]
 
 
 def killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
