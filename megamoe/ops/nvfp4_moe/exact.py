@@ -31,10 +31,14 @@ Stack = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # exp(1024) is infinite in fp32 and in float64, so that silu(-1024) is 0 and silu(1024) is 1024.
 GATE: Final = 10
 """Binary exponent of the smallest gate."""
-# Weights in some blocks are this many times larger: their sums need more bits than bf16, f16 or tf32 have, before they
-# cancel. Products of W2 have more bits than those of W1.
-LOUD: Final = {"w1": 2.0**8, "w2": 2.0**2}
+# Weights in some blocks are larger by these powers of two. Before they cancel, their sums need more bits than bf16 and
+# f16 have, or the FP8 sums of Hopper. Products of W2 have more bits than those of W1.
+LOUD: Final = {"w1": 11, "w2": 2}
 LOUD_SHARE: Final = 4
+MAX_LOUD: Final = 8
+"""Pairs of loud blocks, so that sums along any K fit into fp32."""
+# Binary exponent of the smaller of the two block scales of quiet weights. Times LOUD, the larger one is at most 256.
+QUIET: Final = {"w1": -4, "w2": -1}
 MAGNITUDES: Final = (1.0, 1.5, 2.0, 3.0)
 # Gate and up of a column are multiples of two numbers of x, each 1 or 2. These factors make h one of H_VALUES.
 FACTORS: Final = ((1, 1), (1, 2), (2, 1), (1, 3), (3, 1))
@@ -84,7 +88,7 @@ def pairs_of(case: Case, axis: str) -> Pairs:
     blocks = half // SF_VEC_SIZE
     partner = torch.randperm(blocks, generator=generator(case, f"{axis} blocks")) + blocks
     inside = uniform(case, f"{axis} columns", (blocks, SF_VEC_SIZE)).argsort(dim=1)
-    loud = torch.randperm(blocks, generator=generator(case, f"{axis} loud")) < blocks // LOUD_SHARE
+    loud = torch.randperm(blocks, generator=generator(case, f"{axis} loud")) < min(MAX_LOUD, blocks // LOUD_SHARE)
     second = (partner[:, None] * SF_VEC_SIZE + inside).flatten()
     sign = signs(case, f"{axis} signs", (half,)).float()
     return Pairs(torch.arange(half), second, sign, loud.repeat_interleave(SF_VEC_SIZE))
@@ -109,25 +113,34 @@ def exact_plain(case: Case, name: str) -> torch.Tensor:
     return (numbers * powers(case, f"{name}_gs", (count, 1), 0)).bfloat16()
 
 
-def powers(case: Case, stream: str, shape: tuple[int, ...], least: int) -> torch.Tensor:
-    """float32: 2^least, or 2 or 4 times that."""
-    return torch.exp2((uniform(case, stream, shape) * 3).floor() + least).float()
+def powers(case: Case, stream: str, shape: tuple[int, ...], least: int, count: int = 3) -> torch.Tensor:
+    """float32: 2^least, or one of the next `count` - 1 powers of two."""
+    return torch.exp2((uniform(case, stream, shape) * count).floor() + least).float()
+
+
+def _gate_unit(case: Case) -> torch.Tensor:
+    """float64 [num_experts]: what 1 in a sum of W1 stands for, in tokens whose scale is 1."""
+    return powers(case, "w1_gs", (case.int("num_experts"),), GATE).double()
 
 
 def w1_gs(case: Case) -> torch.Tensor:
-    """float32 [num_experts]: the scale of a gate, whose sum is a whole number."""
-    return powers(case, "w1_gs", (case.int("num_experts"),), GATE)
+    """float32 [num_experts]: takes QUIET back."""
+    return (_gate_unit(case) * 2.0 ** (-1 - QUIET["w1"])).float()
 
 
 def a2_gs(case: Case) -> torch.Tensor:
-    """float32 [num_experts]: block scales of activations are then normal numbers of e4m3, 0.08 to 128."""
-    spread = (uniform(case, "a2_gs", (case.int("num_experts"),)) * 2).floor() - 2
-    return (w1_gs(case).double().square() * torch.exp2(spread)).float()
+    """float32 [num_experts]: block scales of activations are then normal numbers of e4m3, 0.02 to 256."""
+    return (_gate_unit(case).square() * powers(case, "a2_gs", (case.int("num_experts"),), -3, 2)).float()
 
 
 def _w2_gs(case: Case) -> torch.Tensor:
     """float32 [num_experts]: takes the scales of gate and up back, up to a factor of 1, 2 or 4."""
-    return (powers(case, "w2_gs", (case.int("num_experts"),), 0).double() / w1_gs(case).double().square()).float()
+    return (powers(case, "w2_gs", (case.int("num_experts"),), 0) / _gate_unit(case).square()).float()
+
+
+def topk_weights(case: Case, shape: tuple[int, ...]) -> torch.Tensor:
+    """float32: 1, 1/2, ... 1/32. Sums of rows so scaled often lie between two bf16 numbers."""
+    return powers(case, "topk_weights", shape, -5, 6)
 
 
 def exact_h(case: Case) -> torch.Tensor:
@@ -152,7 +165,8 @@ def _x_numbers(case: Case) -> torch.Tensor:
 
 def _symmetric_x(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = (case.int("tokens"), 1, case.int("hidden") // SF_VEC_SIZE)
-    return _encoded(_x_numbers(case)[:, None], powers(case, "x_sf", blocks, -1))
+    scale = powers(case, "x_sf", blocks, -1)
+    return pack(encode_e2m1(_divided(_x_numbers(case)[:, None], scale))), encode_e4m3(scale)
 
 
 def _a2_numbers(case: Case) -> torch.Tensor:
@@ -170,11 +184,6 @@ def _symmetric_a2(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return pack(encode_e2m1(_a2_numbers(case)[:, None])), encode_e4m3(whole)
 
 
-def _encoded(numbers: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and block scales of `numbers` [..., K], which are multiples of `scales` [..., K / 16] by e2m1 numbers."""
-    return pack(encode_e2m1(numbers / scales.repeat_interleave(SF_VEC_SIZE, dim=-1))), encode_e4m3(scales)
-
-
 def _w1(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """A column of h is relu(factor * x[a]) * factor' * x[b], and its partner is the same up to a sign."""
     pairs, columns = pairs_of(case, "hidden"), pairs_of(case, "intermediate")
@@ -186,7 +195,7 @@ def _w1(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         at = quiet[(uniform(case, f"{part}_at", shape) * len(quiet)).long()]
         sign = signs(case, "up_sign", shape).float() if up else torch.ones(shape)
         total = columns.mirrored(sign * factors[..., up], columns.sign if up else 1.0)
-        halves.append(_weights(case, part, pairs, LOUD["w1"], columns.mirrored(at)[..., None], total[..., None]))
+        halves.append(_weights(case, ("w1", part), pairs, columns.mirrored(at)[..., None], total[..., None]))
     turn = case.int("interleave")
     codes, sf = (interleave(gate, up, turn) for gate, up in zip(*halves, strict=True))
     return codes, sf
@@ -199,27 +208,32 @@ def _w2(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     block = quiet[(uniform(case, "w2_block", shape) * len(quiet)).long()]
     inside = uniform(case, "w2_at", (*shape, SF_VEC_SIZE)).argsort(dim=-1)[..., :2]
     total = signs(case, "w2_sign", (*shape, 2)).float()
-    return _weights(case, "w2", pairs, LOUD["w2"], block[..., None] * SF_VEC_SIZE + inside, total)
+    return _weights(case, ("w2", "both"), pairs, block[..., None] * SF_VEC_SIZE + inside, total)
 
 
 def _weights(
-    case: Case, name: str, pairs: Pairs, loud: float, at: torch.Tensor, total: torch.Tensor
+    case: Case, name: tuple[str, str], pairs: Pairs, at: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and block scales of weights that cancel in all pairs but `at` [experts, rows, n].
 
-    There the two weights of the pair sum up to `total` [experts, rows, n], if x has the same sign in both.
+    There the two weights of the pair sum up to `total` [experts, rows, n], if x has the same sign in both. `name`: the
+    stack and its part.
     """
+    stack, stream = name[0], " ".join(name)
     shape = (*at.shape[:2], len(pairs.first))
-    left = torch.tensor(MAGNITUDES)[(uniform(case, f"{name}_size", shape) * len(MAGNITUDES)).long()]
-    left *= signs(case, f"{name}_sign", shape)
+    left = torch.tensor(MAGNITUDES)[(uniform(case, f"{stream} size", shape) * len(MAGNITUDES)).long()]
+    left *= signs(case, f"{stream} sign", shape)
     right = -left
-    way = (uniform(case, f"{name}_divided", tuple(total.shape)) * len(DIVIDED[0])).long()
+    way = (uniform(case, f"{stream} divided", tuple(total.shape)) * len(DIVIDED[0])).long()
     divided = torch.tensor(DIVIDED)[total.abs().long() - 1, way] * total.sign()[..., None]
     left.scatter_(-1, at, divided[..., 0])
     right.scatter_(-1, at, divided[..., 1])
-    whole = pairs.woven(left, right * pairs.sign)
     blocks = (*shape[:2], 2 * shape[2] // SF_VEC_SIZE)
-    codes, sf = _encoded(whole, torch.exp2((uniform(case, f"{name}_sf", blocks) * 2).floor() - 1).float())
-    louder = pairs.by_block(torch.where(pairs.loud[::SF_VEC_SIZE], torch.tensor(loud).log2().int() << 3, 0))
-    # Three mantissa bits are below the exponent of e4m3.
-    return codes, sf + louder.byte()
+    scale = powers(case, f"{stream} sf", blocks, -1, 2)
+    codes = pack(encode_e2m1(_divided(pairs.woven(left, right * pairs.sign), scale)))
+    louder = pairs.by_block(torch.where(pairs.loud[::SF_VEC_SIZE], LOUD[stack], 0))
+    return codes, encode_e4m3(torch.ldexp(scale, louder + QUIET[stack] + 1))
+
+
+def _divided(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return numbers / scales.repeat_interleave(SF_VEC_SIZE, dim=-1)

@@ -322,11 +322,11 @@ def _plain(case: Case, name: str, shape: tuple[int, int]) -> torch.Tensor:
 
 def _topk_weights(case: Case) -> torch.Tensor:
     """float32 [tokens, topk]: a softmax over the choices, then 1 for each shared expert. For `exact_sums`, each of the
-    former is 1, 1/2 or 1/4."""
+    former is a power of two."""
     tokens, shared = case.int("tokens"), case.int("shared")
     shape = (tokens, case.int("topk") - shared)
     if case.inputs == EXACT:
-        routed = exact.powers(case, "topk_weights", shape, -2)
+        routed = exact.topk_weights(case, shape)
     else:
         routed = normal(case, "topk_weights", shape).double().softmax(dim=1).float()
     return torch.cat((routed, torch.ones(tokens, shared)), dim=1)
