@@ -12,7 +12,7 @@ from conformance.fakes.nvfp4_moe import SMALL_FAULTS, STYLES
 from conformance.kernels.laws.test_nvfp4_moe_judge import MOE, SPEC, drawn_case, judged, references
 from megamoe.codec.nvfp4 import SF_VEC_SIZE, deinterleave, dequantise, unswizzle_scales
 from megamoe.codec.routing import Routing, routing
-from megamoe.contract import Case, RunOptions, UnsupportedError, as_program, load_backend, load_executor
+from megamoe.contract import Case, RunOptions, Target, UnsupportedError, as_program, load_backend, load_executor
 from megamoe.judge.guarded import GuardedCase
 from megamoe.judge.tolerance import compare
 from megamoe.ops.nvfp4_moe.exact import GATE
@@ -226,7 +226,7 @@ def test_with_a_clamp_the_usual_bars_apply(clamp: float) -> None:
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("backend", ["ptx", "cutedsl"])
 @pytest.mark.parametrize("accumulate", ["exact", "hopper"])
-def test_kernels_give_the_same_bits_however_the_machine_adds(backend: str, target: str, accumulate: str) -> None:
+def test_kernels_give_the_same_bits_however_the_machine_adds(backend: str, target: Target, accumulate: str) -> None:
     case = SPEC.parse_case("nvfp4_moe:hidden=256,intermediate=128,num_experts=2,tokens=3,topk=2,inputs=exact_sums")
     guarded = GuardedCase(SPEC, case, load_executor("vm"))
     try:

@@ -8,7 +8,7 @@ same signal and other weights around it: this makes the rows between the GEMMs a
 
 A gate is 0 or at least GATE in magnitude, so silu is exactly its positive part, in fp32 and in float64. h is an e2m1
 number times a power of two and its block's largest is 1, 2, 3, 4, 6, 8 or 12 of the same unit: the quotients that
-requantisation rounds are then no closer than 3 % to a step. A row of l2 has 8 bits, so it is a bf16 number. y may have
+requantisation rounds are then no closer than 1 % to a step. A row of l2 has 8 bits, so it is a bf16 number. y may have
 more and is then rounded once, from an exact sum, which a single wrong bit moves where it lies between two bf16 numbers.
 """
 
