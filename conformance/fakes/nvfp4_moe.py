@@ -60,6 +60,16 @@ FAULTS: Final[Mapping[str, str]] = {
     "shared_doubled": "what the shared experts give is added twice",
     "shared_weighted": "the shared experts have the weight of the first choice",
 }
+# Faults that pass with the rows of other inputs, within their tolerance, and that `exact_sums` shows.
+SMALL_FAULTS: Final[Mapping[str, str]] = {
+    "sums_of_13_bits": "sums of both GEMMs are cut to 13 bits after every 64 of K",
+    "product_dropped": "the smallest product is left out of one sum of each row of the first GEMM",
+    "product_dropped_l2": "the smallest product is left out of one sum of each row of the second GEMM",
+    "scale_ulp": "one block scale of w1 is an ulp too large",
+    "weight_ulp": "the weights of the first choices are an fp32 ulp too large",
+}
+SMALL_ROW: Final = 5
+"""The row of W1 or of W2 in which a small fault is."""
 # Faults that laws catch, and which law. Some are within the judge's tolerance, or right for every case by itself.
 LAW_FAULTS: Final[Mapping[str, tuple[str, str]]] = {
     "truncated_codes": (FAULTS["truncated_codes"], "matches_reference"),
@@ -104,7 +114,7 @@ STYLES: Final[Mapping[str, Style]] = {
 
 def emulate(case: Case, tensors: Mapping[str, torch.Tensor], name: str, schedule: str = "eager", run: int = 1) -> None:
     """Writes the outputs of `case` into `tensors`, in the style or with the fault `name`."""
-    style, fault = STYLES.get(name, Style()), name if name in {**FAULTS, **LAW_FAULTS} else ""
+    style, fault = STYLES.get(name, Style()), name if name in {**FAULTS, **SMALL_FAULTS, **LAW_FAULTS} else ""
     Kernel(case, tensors, style, fault, schedule, run).write()
 
 
@@ -184,8 +194,10 @@ class Kernel:
         inside = row % 32 * 16 + row // 32 % 4 * 4 + block % 4
         if self.fault == "swizzle_ignored" and name == "w1":
             inside = row % TILE * 4 + block % 4
-        at = (row // TILE * sf.shape[1] + block // 4) * 512 + inside
-        return values.mul_(decode_e4m3(sf.take(at), torch.float64)[..., None]).flatten(1)
+        scales = sf.take((row // TILE * sf.shape[1] + block // 4) * 512 + inside)
+        if self.fault == "scale_ulp" and name == "w1":
+            scales[SMALL_ROW, 0] += 1
+        return values.mul_(decode_e4m3(scales, torch.float64)[..., None]).flatten(1)
 
     @property
     def bf16(self) -> bool:
@@ -207,12 +219,16 @@ class Kernel:
         """fp32 [m, n] of a [m, K] and b [n, K] in float64, in steps along K."""
         a, b = a[:, :k], b[:, :k]
         total = torch.zeros(len(a), len(b))
-        starts = list(range(0, a.shape[1], self.style.k_per_step))
+        size = 64 if self.fault == "sums_of_13_bits" else self.style.k_per_step
+        starts = list(range(0, a.shape[1], size))
         for start in reversed(starts) if self.style.backwards else starts:
-            step = slice(start, start + self.style.k_per_step)
+            step = slice(start, start + size)
             # In fp32, torch's sum of a row depends on the number of rows.
             exact = total.double() + a[:, step] @ b[:, step].mT
             total = exact.float()
+            if self.fault == "sums_of_13_bits":
+                # An fp32 number has 24 bits.
+                total = (total.view(torch.int32) & -(1 << 11)).view(torch.float32)
             if self.style.truncate:
                 total = torch.where(total.double().abs() > exact.abs(), total.nextafter(torch.zeros(())), total)
         return total
@@ -232,7 +248,11 @@ class Kernel:
             w1 = self.weights(held, "w1", expert)
             x_gs = all_gs[torch.zeros_like(token) if self.fault == "token_scale_of_first_token" else token]
             scale = (x_gs * self.gs(held["w1_gs"], expert))[:, None]
-            both = self.gemm(x[token], w1, cut) * scale
+            both = self.gemm(x[token], w1, cut)
+            if self.fault == "product_dropped":
+                row = SMALL_ROW + self.case.int("interleave")
+                both[:, row] -= smallest(x[token] * w1[row])
+            both *= scale
             if self.fault == "wrong_expert":
                 other = (expert + 1) % self.case.int("num_experts")
                 both[-1:] = self.gemm(x[token[-1:]], self.weights(held, "w1", other)) * scale[-1:]
@@ -270,6 +290,8 @@ class Kernel:
         first = {"weight_of_first_choice": 0, "shared_weighted": routed}.get(self.fault, self.case.int("topk"))
         tokens, choices = zip(*[(t, 0 if k >= first else k) for t, k in routes], strict=True)
         weight = held["topk_weights"][list(tokens), list(choices)][:, None]
+        if self.fault == "weight_ulp":
+            weight = torch.where(torch.tensor(choices)[:, None] == 0, weight * (1 + 2.0**-23), weight)
         return weight.clamp(min=1e-2) if self.fault == "zero_weight_adds" else weight
 
     def requantise(self, held: Mapping[str, torch.Tensor], here: slice, h: torch.Tensor, expert: int) -> None:
@@ -316,7 +338,11 @@ class Kernel:
                 a = self.plain(held["a2"][here])
             else:
                 a = self.operand("a2", held["a2_codes"][here], held["a2_sf"], first)
-            rows = self.gemm(a, self.weights(held, "w2", expert), cut) * scale
+            w2 = self.weights(held, "w2", expert)
+            rows = self.gemm(a, w2, cut)
+            if self.fault == "product_dropped_l2":
+                rows[:, SMALL_ROW] -= smallest(a * w2[SMALL_ROW])
+            rows *= scale
             if self.fault == "tile_position_matters":
                 rows[1::2] *= 1.01
             if self.fault == "expert_number_matters" and expert == 1:
@@ -371,7 +397,13 @@ class FakeDevice(FakeExecutor):
             return super().run(program, tensors, options)
 
 
+def smallest(products: torch.Tensor) -> torch.Tensor:
+    """float32 [n]: the product [n, K] of each row that is smallest in magnitude but not 0; 0 if all are."""
+    size = products.abs().masked_fill(products == 0, torch.inf)
+    return products.gather(1, size.argmin(dim=1, keepdim=True)).squeeze(1).float()
+
+
 EXECUTOR = FakeExecutor(emulate)
 DEVICE = FakeDevice(emulate)
-BACKENDS = {name: NamedBackend(name, "nvfp4_moe") for name in (*FAULTS, *LAW_FAULTS, *STYLES)}
+BACKENDS = {name: NamedBackend(name, "nvfp4_moe") for name in (*FAULTS, *SMALL_FAULTS, *LAW_FAULTS, *STYLES)}
 globals().update({name.upper(): backend for name, backend in BACKENDS.items()})

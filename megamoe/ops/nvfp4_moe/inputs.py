@@ -25,6 +25,7 @@ from megamoe.codec.nvfp4 import (
 )
 from megamoe.codec.routing import EP_RANKS, expert_rows, routing
 from megamoe.ops import Sample, distribution_of
+from megamoe.ops.nvfp4_moe import exact
 from megamoe.spec.draws import counted_normal, generator, normal, uniform
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ COUNTED: Final = 1 << 26
 # Roughly the largest activation after SwiGLU of N(0, 1) gates and ups.
 LARGEST_ACTIVATION: Final = 8.0
 NAN_SCALE: Final = 0x7F
+EXACT: Final = "exact_sums"
+"""The distribution for which a stage has one right answer, bit for bit, unless there is a clamp."""
 
 
 def make_inputs(case: Case, device: Device = "cpu") -> Inputs:
@@ -279,6 +282,11 @@ def _spread(case: Case, stream: str, count: int) -> torch.Tensor:
     return 0.75 + 0.5 * uniform(case, stream, (count,))
 
 
+def _exact_sums(case: Case, name: str, shape: Shape, device: Device) -> Stack:
+    """Small whole numbers times powers of two, whose sums are exact in every order: see `exact`."""
+    return exact.exact_stack(case, name)
+
+
 DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
     "normal": _normal,
     "full_range": _full_range,
@@ -286,6 +294,7 @@ DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
     "zero_blocks": _zero_blocks,
     # Padding holds NaN: the scales of padding rows, and everything else.
     "poisoned_padding": _normal,
+    EXACT: _exact_sums,
 }
 
 
@@ -296,8 +305,10 @@ MAX_ROW_EXPONENT: Final = 20
 def _plain(case: Case, name: str, shape: tuple[int, int]) -> torch.Tensor:
     """bf16 activations: N(0, 1) or N(0, 1 / K) as in _normal, with the zeros of _zero_blocks.
 
-    Under `full_range` each row is scaled by a power of two.
+    Under `full_range` each row is scaled by a power of two. Under `exact_sums`: see `exact`.
     """
+    if case.inputs == EXACT:
+        return exact.exact_plain(case, name)
     values = normal(case, name, shape) * _deviation(name, shape[-1])
     if case.inputs == "zero_blocks":
         kept = uniform(case, f"{name}_zero", (shape[0], shape[1] // SF_VEC_SIZE)) < 0.5
@@ -310,15 +321,22 @@ def _plain(case: Case, name: str, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _topk_weights(case: Case) -> torch.Tensor:
-    """float32 [tokens, topk]: a softmax over the choices, then 1 for each shared expert."""
+    """float32 [tokens, topk]: a softmax over the choices, then 1 for each shared expert. For `exact_sums`, each of the
+    former is a power of two."""
     tokens, shared = case.int("tokens"), case.int("shared")
-    routed = normal(case, "topk_weights", (tokens, case.int("topk") - shared)).double().softmax(dim=1).float()
+    shape = (tokens, case.int("topk") - shared)
+    if case.inputs == EXACT:
+        routed = exact.topk_weights(case, shape)
+    else:
+        routed = normal(case, "topk_weights", shape).double().softmax(dim=1).float()
     return torch.cat((routed, torch.ones(tokens, shared)), dim=1)
 
 
 def _a2_gs(case: Case) -> torch.Tensor:
     """float32 [num_experts]: a calibrated scale for each expert's activations; 256 times too small for
-    saturating_scales."""
+    saturating_scales; a power of two for exact_sums."""
+    if case.inputs == EXACT:
+        return exact.a2_gs(case)
     largest = LARGEST_ACTIVATION / (256.0 if case.inputs == "saturating_scales" else 1.0)
     spread = 0.5 + 1.5 * uniform(case, "a2_gs", (case.int("num_experts"),))
     return (spread * largest / (E2M1_MAX * E4M3_MAX)).float()
@@ -326,7 +344,9 @@ def _a2_gs(case: Case) -> torch.Tensor:
 
 def _h(case: Case, made: Inputs) -> torch.Tensor:
     """float32 [expert rows, intermediate]: SwiGLU of two N(0, 1); NaN in padding rows if padding is poisoned; half of
-    the blocks zero under `zero_blocks`."""
+    the blocks zero under `zero_blocks`; see `exact` for `exact_sums`."""
+    if case.inputs == EXACT:
+        return exact.exact_h(case)
     gate, up = (normal(case, name, (expert_rows(case), case.int("intermediate"))) for name in ("gate", "up"))
     h = gate * gate.sigmoid() * up
     if case.inputs == "zero_blocks":
@@ -336,7 +356,9 @@ def _h(case: Case, made: Inputs) -> torch.Tensor:
 
 
 def _rows(case: Case, made: Inputs) -> torch.Tensor:
-    """bf16 [expert rows, hidden]: N(0, 1)."""
+    """bf16 [expert rows, hidden]: N(0, 1), or whole numbers for `exact_sums`."""
+    if case.inputs == EXACT:
+        return exact.exact_rows(case)
     return _pad_rows(case, made, normal(case, "rows", (expert_rows(case), case.int("hidden"))).bfloat16(), math.nan)
 
 

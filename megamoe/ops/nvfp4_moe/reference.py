@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -38,7 +39,7 @@ from megamoe.codec.nvfp4 import (
 )
 from megamoe.codec.routing import Routing, expert_rows, routing
 from megamoe.ops import Codes, Latitude, full_precision
-from megamoe.ops.nvfp4_moe.inputs import draw_topk_ids, input_names, output_names, sample_tokens
+from megamoe.ops.nvfp4_moe.inputs import EXACT, draw_topk_ids, input_names, output_names, sample_tokens
 from megamoe.ops.nvfp4_moe.inputs import make_inputs as make_inputs
 from megamoe.ops.nvfp4_moe.settle import choices, code_interval, scale_interval, settled
 from megamoe.ops.nvfp4_moe.stages import Activation, Requantised, activation, combine, l2, requantise
@@ -155,14 +156,21 @@ def free(case: Case, inputs: Inputs) -> dict[str, torch.Tensor]:
 def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> Latitude:
     """Codes and scales that may lie on either side of a step, and the oracle's y for the side that the kernel took.
 
-    In the combine stage the only choice is whether products and sums are fused: y is one bf16 or one of two.
+    In the combine stage the only choice is whether products and sums are fused: y is one bf16 or one of two. Under
+    `exact_sums` without a clamp there is no choice in any stage: outputs are the oracle's, bit for bit.
     """
     routes, stage = routing(case, inputs["topk_ids"]), case["stage"]
     if stage == "combine":
         return Latitude(codes={"y": _combined(case, inputs, outputs["y"], routes)} if "y" in outputs else {})
+    one_answer = case.inputs == EXACT and case["clamp"] is None
+    coded = case["activations"] == "nvfp4" and stage in ("l1", "requantise")
+    if one_answer and not coded:
+        return Latitude(codes=_only(outputs, expected, routes))
     if stage == "l2" or case["activations"] == "bf16":
         return Latitude()
     given, nominal = _nominal(case, inputs, routes)
+    if one_answer:
+        given = replace(given, slack=torch.zeros_like(given.slack))
     gs = inputs["a2_gs"][routes.expert]
     if stage == "layer":
         y = settled(case, inputs, routes, choices(given, gs, nominal), outputs["y"], expected["y"])
@@ -183,6 +191,17 @@ def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> L
             "a2_sf": Codes(seen, scales.lowest, scales.highest, axes["a2_sf"], routes.row),
         }
     )
+
+
+def _only(outputs: Inputs, expected: Inputs, routes: Routing) -> dict[str, Codes]:
+    """Each output but padding rows, with the oracle's numbers as the only right ones."""
+    only: dict[str, Codes] = {}
+    for name, output in outputs.items():
+        right = expected[name].bfloat16().double()
+        at = torch.arange(len(right), device=right.device) if name == "y" else routes.row
+        axes = {"y": ("tokens", "hidden"), "rows": ("expert_row", "hidden"), "a2": ("expert_row", "intermediate")}
+        only[name] = Codes(output.to(right.device)[at].double(), right[at], right[at], axes[name], at)
+    return only
 
 
 def _combined(case: Case, inputs: Inputs, y: torch.Tensor, routes: Routing) -> Codes:
