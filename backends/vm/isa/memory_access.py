@@ -416,6 +416,8 @@ def _distinct(
     address."""
     if addresses.size == 1:
         return addresses, slice(None), (0,)
+    if addresses.size and not count_nonzero(addresses != addresses[0]):
+        return addresses[:1], np.zeros(1, np.intp), (0,) * addresses.size
     places, first, which = np.unique(addresses, return_index=True, return_inverse=True)
     return places, first, which.tolist()
 

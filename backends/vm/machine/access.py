@@ -380,8 +380,10 @@ def synchronise(
     given = warp.given(relaxed=not gives, narrow=narrow) if release else ()
     before = warp.acquiring() if acquire else None
     for address in dict.fromkeys(addresses.tolist()):
-        where, own = resolve(space, np.array([address], np.int64))
-        place = int(own[0])
+        where, place = space, address
+        if not space:
+            where, own = resolve(space, np.array([address], np.int64))
+            place = int(own[0])
         if where == "global" and scope not in ("cta", "cluster"):
             if acquire:
                 races.acquire(place, warp, ordered=takes)
