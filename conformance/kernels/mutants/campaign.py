@@ -71,6 +71,10 @@ Argued = Callable[["Outcome"], bool]
 """Whether a survivor is equivalent by an argument."""
 
 
+CRASHED = "crashed"
+"""The check that kills a mutant which ends its process."""
+
+
 class OverTime(Exception):
     """A run that took far longer than the unchanged program."""
 
@@ -247,6 +251,8 @@ class Subject:
         """Runs the unchanged program. ValueError if it does not pass: then no kill means anything."""
         key = (built.case.id, schedule)
         if key not in self._baselines:
+            # Drawn before the clock starts: other programs may have left them, and turns are rationed by this time.
+            _ = built.expected
             known, begun, tape = self._collections.get(key), time.process_time(), Tape()
             if known is not None and not known.found:
                 # No finding would have ended a run without collection, so reuse this one.
@@ -265,6 +271,7 @@ class Subject:
         """Runs the unchanged program with its findings collected."""
         key = (built.case.id, schedule)
         if key not in self._collections:
+            _ = built.expected
             begun, tape = time.process_time(), Tape()
             found = collected(built, built.program, RunOptions(schedule=schedule), listening=recorder(tape))
             self._collections[key] = replace(found, tape=tape, seconds=time.process_time() - begun)
@@ -428,7 +435,7 @@ def _lived(subject: Subject, mutant: Mutant) -> Outcome:
 
 def lost(subject: Subject, mutant: Mutant, sentence: str) -> Outcome:
     """The outcome of a mutant that took its process with it; `sentence` says how."""
-    return replace(_lived(subject, mutant), check="crashed", sentence=sentence)
+    return replace(_lived(subject, mutant), check=CRASHED, case="unknown", schedule="unknown", sentence=sentence)
 
 
 def in_clusters(program: Program | HostProgram) -> bool:

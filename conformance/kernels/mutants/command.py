@@ -87,7 +87,8 @@ def perform(options: argparse.Namespace, given: Sequence[str]) -> int:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("mutants: stopped; the same call goes on where its record ends", file=sys.stderr)
+        kept = "" if options.id or options.text or options.pack else "; the same call goes on where its record ends"
+        print(f"mutants: stopped{kept}", file=sys.stderr)
         return 130
 
 
@@ -176,14 +177,14 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
         again = " that lived" if options.again or options.holes else ""
         raise ValueError(f"this call draws no mutant{again}: see --sync, --others, --shard and --program")
     record.append(Ran.now(given, len(todo)))
-    again, ran, unexplained, spent = options.again or options.holes, set[str](), 0, 0.0
+    again, ran, spent = options.again or options.holes, set[str](), 0.0
     print(f"{counted(len(todo), 'mutant')}; an id is {ID}", flush=True)
-    examined = _examiner(options, schedules, len(todo))
+    before = 0 if again else sum(mutant.id in record.by_id for _, mutant in todo)
+    examined = _examiner(options, schedules, len(todo) - before)
     for outcome in run(todo, record, examined, again=again):
         ran.add(outcome.id)
         spent += outcome.seconds
-        unexplained += not outcome.killed and blamed(outcome, known)
-        print(f"{len(ran)}/{len(todo)} {told_of(outcome, known)}", flush=True)
+        print(f"{before + len(ran)}/{len(todo)} {told_of(outcome, known)}", flush=True)
     left = sum(mutant.id not in (ran if again else record.by_id) for _, mutant in todo)
     lived = survivors(record.results, known)
     killed, same = len(record.results) - len(lived), len(equivalent(lived))
@@ -194,7 +195,8 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
     )
     counts = f"{killed} killed, {same} equivalent, {counted(holes, 'hole')}, {excused} of them excused"
     print(f"{record.path}: {counts}; {left} of this call left to run")
-    return int(bool(unexplained))
+    of_call = [one for _, mutant in todo if (one := record.by_id.get(mutant.id)) is not None]
+    return int(any(not one.killed and blamed(one, known) for one in of_call))
 
 
 def _examiner(options: argparse.Namespace, schedules: Sequence[str], mutants: int) -> Examiner:
@@ -202,7 +204,7 @@ def _examiner(options: argparse.Namespace, schedules: Sequence[str], mutants: in
     excused = options.excused
     if excused is None:
         excused = math.inf if options.again or options.holes else EXCUSED_SECONDS
-    if options.jobs > 1 and mutants > WORTH:
+    if options.jobs > 1 and mutants >= 2 * WORTH:
         return Processes(options.jobs, schedules, options.seconds, excused)
     return Here(schedules, options.seconds, argued, excused)
 

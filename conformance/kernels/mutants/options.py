@@ -21,6 +21,7 @@ READS = {
     "argued": ("op", "backend", "target", "program"),
     "drops": (),
     "unmutated": (),
+    "pack": ("op", "case", "where", "backend", "target"),
 }
 """Options that select programs or cases, by the option that reads only these."""
 
@@ -43,11 +44,14 @@ def parsed(given: list[str]) -> argparse.Namespace:
     _add_record(parser.add_argument_group("the record"))
     _add_others(parser.add_argument_group("instead of a campaign"))
     options = parser.parse_args(given)
-    if options.packed and (idle := next((one for one in PACKED_HAS if getattr(options, one)), None)):
-        parser.error(f"--packed has its programs and cases already, so --{idle} would do nothing")
+    idle = [one for one in PACKED_HAS if getattr(options, one) not in (None, parser.get_default(one))]
+    if options.packed and idle:
+        parser.error(f"--packed has its programs and cases already, so --{idle[0]} would do nothing")
     for mode, read in READS.items():
         idle = [one for one in SELECTING if getattr(options, one) and one not in read]
         chosen = getattr(options, mode)
+        if chosen is not None and chosen is not False and options.packed:
+            parser.error(f"--{mode} does not read --packed, so that would do nothing")
         if chosen is not None and chosen is not False and idle:
             these = f"only --{', --'.join(read)}" if read else "no option that selects, as its programs are fixed"
             parser.error(f"--{mode} reads {these}, so --{idle[0]} would do nothing")
@@ -56,8 +60,8 @@ def parsed(given: list[str]) -> argparse.Namespace:
 
 SELECTING = ("op", "case", "where", "backend", "target", "schedule", "program")
 """Options that select programs, cases or schedules."""
-PACKED_HAS = ("op", "case", "where", "backend", "target", "pack")
-"""Options that choose what is packed."""
+PACKED_HAS = ("profile", "op", "case", "where", "backend", "target", "search")
+"""Options that choose what is packed, or build more."""
 _Group = argparse._ArgumentGroup  # pyright: ignore[reportPrivateUsage]
 
 
@@ -127,7 +131,7 @@ def _add_others(group: _Group) -> None:
     group.add_argument("--text", metavar="TEXT", help="Run all mutants of the instructions with TEXT, as "
                        "tcgen05.wait::st. Nothing is recorded: use it to ask whether one instruction is "
                        "tested.")  # fmt: skip
-    group.add_argument("--search", type=int, metavar="N", help="For each hole of the record draw up to N cases from "
+    group.add_argument("--search", type=_draws, metavar="N", help="For each hole of the record draw up to N cases from "
                        "the ranges of the spec, and print the rows that kill it: use it to find a missing "
                        "row.")  # fmt: skip
     group.add_argument("--drops", action="store_true", help="Write results/mutations.md, about two programs of ours: "
@@ -140,6 +144,12 @@ def _count(text: str) -> int | None:
     if text != "all" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor `all`")
     return None if text == "all" else int(text)
+
+
+def _draws(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of draws, which is 1 or more")
+    return int(text)
 
 
 def _jobs(text: str) -> int:

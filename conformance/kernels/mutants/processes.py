@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import lzma
 import pickle
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -23,16 +23,20 @@ from conformance.kernels.mutants.campaign import EXCUSED_SECONDS, SCHEDULES, Bui
 from conformance.kernels.mutants.mutant import Mutant
 from conformance.kernels.mutants.table import argued
 from megamoe.contract import HostProgram, Program
+from megamoe.contract.scratch import scratch_folder, unfinished
 from megamoe.judge.worker import end_pool, worker_pool
 from megamoe.runner.forks import interrupts_held_back
 from megamoe.spec.load import load_specs
 
-PORTION = 8
-"""Mutants that a process gets at once. An end of a call, or of a process, costs at most so many."""
+PORTION, PORTION_SECONDS = 8, 20.0
+"""Mutants that a process gets at once, and the processor time after which it begins none of them. What it has not begun
+goes back. An end of a call costs the outcomes of at most so much."""
+MAX_UNBORN = 3
+"""Processes in a row that end before they take a portion, after which a campaign gives up."""
 WORTH = 16
 """Mutants for which another process repays its start, and its runs of the unchanged program."""
 _SUFFIX = ".program"
-Sized = tuple[str, Program | HostProgram]
+CaseProgram = tuple[str, Program | HostProgram]
 """The id of a case and its program."""
 
 
@@ -43,15 +47,15 @@ class Packed:
     backend: str
     target: str
     op: str
-    built: Sequence[Sized]
-    few: Mapping[int, Sequence[Sized]] | None = None
+    built: Sequence[CaseProgram]
+    few: Mapping[int, Sequence[CaseProgram]] | None = None
 
     @classmethod
     def of(cls, subject: Subject, *, few: bool) -> Packed:
         """`few`: whether the programs on few CTAs are built now."""
         text = subject.built[0].program.ptx
 
-        def sized(some: Sequence[Built]) -> list[Sized]:
+        def sized(some: Sequence[Built]) -> list[CaseProgram]:
             # One copy of the text: pickle stores what is the same object once.
             return [(one.case.id, replace(one.program, ptx=text)) for one in some]
 
@@ -62,7 +66,7 @@ class Packed:
         """The Subject that was packed."""
         spec = load_specs(None)[self.op]
 
-        def of(some: Sequence[Sized], few: Mapping[int, Subject] | None) -> Subject:
+        def of(some: Sequence[CaseProgram], few: Mapping[int, Subject] | None) -> Subject:
             built = [Built(spec, spec.parse_case(name), program) for name, program in some]
             return Subject(self.backend, self.target, self.op, built, _few=few)
 
@@ -70,8 +74,10 @@ class Packed:
         return of(self.built, few)
 
     def write(self, path: Path) -> None:
-        """Writes it as one file."""
-        path.write_bytes(lzma.compress(pickle.dumps(self), preset=1))
+        """Writes it as one file, whole or not at all."""
+        with unfinished(path.parent) as part:
+            part.write_bytes(lzma.compress(pickle.dumps(self), preset=1))
+            part.rename(path)
 
 
 def pack(programs: Sequence[Subject], folder: Path) -> Iterator[Path]:
@@ -99,23 +105,39 @@ def unpacked(folder: Path) -> list[Subject]:
 @lru_cache(maxsize=1)
 def _read(path: Path) -> Subject:
     """Cached, so that portions of one program share the runs of the unchanged one."""
-    found: Packed = pickle.loads(lzma.decompress(path.read_bytes()))
+    try:
+        found = pickle.loads(lzma.decompress(path.read_bytes()))
+    except (lzma.LZMAError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError) as error:
+        raise ValueError(f"{path} is no program that --pack has written from this tree: {error}") from None
+    if not isinstance(found, Packed):
+        raise ValueError(f"{path} holds a {type(found).__name__}; --pack writes programs")
     return found.subject()
 
 
 @dataclass(frozen=True, slots=True)
 class _Examined:
-    """What a process has done: outcomes, its processor time, and that of the unchanged program in it."""
+    """What a process has done: outcomes of the first mutants of its portion, its processor time, and that of the
+    unchanged program in it. `error`: why it does not go on, "" if it may."""
 
     outcomes: Sequence[Outcome]
     seconds: float
     unchanged: float
+    error: str = ""
 
 
 def _examine(path: Path, some: Sequence[Mutant], how: Here) -> _Examined:
-    begun, subject = time.process_time(), _read(path)
-    outcomes = list(how([(subject, one) for one in some]))
-    return _Examined(outcomes, time.process_time() - begun, how.unchanged)
+    begun, outcomes, error = time.process_time(), list[Outcome](), ""
+    try:
+        subject = _read(path)
+        outcomes.extend(how([(subject, one) for one in some]))
+    except ValueError as wrong:
+        error = str(wrong)
+    return _Examined(outcomes, time.process_time() - begun, how.unchanged, error)
+
+
+def _run_unchanged(path: Path, schedule: str) -> None:
+    subject = _read(path)
+    subject.baseline(subject.built[0], schedule)
 
 
 @dataclass(slots=True)
@@ -129,10 +151,11 @@ class _Process:
 
 @dataclass(slots=True)
 class Processes:
-    """Examines mutants in `jobs` processes, and begins none after `seconds` of their processor time.
+    """Examines mutants in `jobs` processes, and hands out none after `seconds` of their processor time.
 
-    A mutant whose process ends is killed by the check `crashed`. What excuses a survivor are the reasons of
-    survivors.yaml.
+    A mutant that ends its process twice is killed by the check CRASHED, unless the unchanged program does so too. What
+    excuses a survivor are the reasons of survivors.yaml. ValueError if an unchanged program does not pass, or if the
+    system ends processes.
     """
 
     jobs: int
@@ -141,14 +164,18 @@ class Processes:
     excused_seconds: float = EXCUSED_SECONDS
     unchanged: float = 0.0
     _spent: float = 0.0
+    _unborn: int = 0
+    _ended: Counter[str] = field(default_factory=Counter[str])
     _left: dict[Path, list[list[Mutant]]] = field(default_factory=dict[Path, list[list[Mutant]]])
     _subjects: dict[Path, Subject] = field(default_factory=dict[Path, Subject])
 
     def __call__(self, todo: Todo) -> Iterator[Outcome]:
         """Outcomes in the order in which they come."""
+        if not todo:
+            return
         processes = list[_Process]()
-        with TemporaryDirectory(prefix="mutants-") as folder:
-            self._divide(todo, Path(folder))
+        with scratch_folder("mutants") as folder:
+            self._divide(todo, folder)
             try:
                 processes += [_Process(_pool()) for _ in range(min(self.jobs, max(1, len(todo) // WORTH)))]
                 yield from self._conduct(processes)
@@ -169,25 +196,27 @@ class Processes:
                 portions.append([])
             portions[-1].append(mutant)
 
-    def _conduct(self, processes: list[_Process]) -> Iterator[Outcome]:
+    def _conduct(self, processes: Sequence[_Process]) -> Iterator[Outcome]:
         running: dict[Future[_Examined], _Process] = {}
-        idle = list(processes)
         while True:
-            while idle and (self.seconds is None or self._spent < self.seconds):
-                one = idle.pop()
-                one.path = self._program_for(one, Counter(each.path for each in running.values()))
-                if one.path is None:
-                    continue
-                one.some = self._left[one.path].pop(0)
-                how = Here(self.schedules, None, argued, self.excused_seconds)
-                with interrupts_held_back():
-                    running[one.pool.schedule(_examine, args=(one.path, one.some, how))] = one
+            for one in processes:
+                if one not in running.values() and (self.seconds is None or self._spent < self.seconds):
+                    self._give(one, running)
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                one = running.pop(future)
-                yield from self._taken(one, future)
-                idle.append(one)
+                yield from self._taken(running.pop(future), future)
+
+    def _give(self, one: _Process, running: dict[Future[_Examined], _Process]) -> None:
+        """Gives a process a portion, if there is one."""
+        one.path = self._program_for(one, Counter(each.path for each in running.values()))
+        if one.path is None:
+            return
+        one.some = self._left[one.path].pop(0)
+        limit = PORTION_SECONDS if self.seconds is None else min(PORTION_SECONDS, self.seconds - self._spent)
+        how = Here(self.schedules, limit, argued, self.excused_seconds)
+        with interrupts_held_back():
+            running[one.pool.schedule(_examine, args=(one.path, one.some, how))] = one
 
     def _program_for(self, one: _Process, users: Counter[Path | None]) -> Path | None:
         """The program that the process is at; else the one with the most work for each of its processes."""
@@ -196,23 +225,51 @@ class Processes:
         left = {path: len(portions) / (1 + users[path]) ** 2 for path, portions in self._left.items() if portions}
         return max(left, key=lambda path: left[path]) if left else None
 
-    def _taken(self, one: _Process, future: Future[_Examined]) -> Sequence[Outcome]:
-        """The outcomes of a portion. If its process has ended, its mutants run one by one, and one alone has died."""
+    def _taken(self, one: _Process, future: Future[_Examined]) -> Iterator[Outcome]:
+        """The outcomes of a portion; what is left of it goes back. If its process has ended, its mutants run alone."""
         assert one.path is not None, "a portion has a program"
         try:
-            found = future.result()
-        except ProcessExpired as gone:
-            end_pool(one.pool)
-            one.pool = _pool()
-            if len(one.some) == 1:
-                return [
-                    lost(self._subjects[one.path], one.some[0], f"its process ended with exit code {gone.exitcode}")
-                ]
-            self._left[one.path][:0] = [[each] for each in one.some]
-            return ()
+            # Not result(): it would raise a SystemExit of the process here.
+            error = future.exception()
+        except CancelledError as cancelled:
+            error = cancelled
+        if error is not None:
+            yield from self._after_end(one, one.path, error)
+            return
+        found, self._unborn = future.result(), 0
         self._spent += found.seconds
         self.unchanged += found.unchanged
-        return found.outcomes
+        yield from found.outcomes
+        if found.error:
+            raise ValueError(found.error)
+        if rest := one.some[len(found.outcomes) :]:
+            self._left[one.path].insert(0, list(rest))
+
+    def _after_end(self, one: _Process, path: Path, error: BaseException) -> Iterator[Outcome]:
+        end_pool(one.pool)
+        one.pool = _pool()
+        self._left[path][:0] = [[each] for each in one.some]
+        if not isinstance(error, ProcessExpired | SystemExit):
+            self._unborn += 1
+            if self._unborn == MAX_UNBORN:
+                raise ValueError(f"{MAX_UNBORN} processes in a row ended before they began: {error!r}")
+            return
+        if len(one.some) > 1:
+            return
+        (mutant,), name = one.some, self._subjects[path].name
+        self._ended[mutant.id] += 1
+        if self._ended[mutant.id] < 2:
+            return
+        code = error.exitcode if isinstance(error, ProcessExpired) else error.code
+        if code == -signal.SIGKILL:
+            raise ValueError(
+                f"the system killed the process of {mutant.id} twice; is memory too small for {self.jobs} jobs?"
+            )
+        ended = one.pool.schedule(_run_unchanged, args=(path, self.schedules[0])).exception()
+        if ended is not None:
+            raise ValueError(f"{name} itself does not end well: {ended!r}")
+        self._left[path].pop(0)
+        yield lost(self._subjects[path], mutant, f"its process ended with exit code {code}")
 
 
 def _pool() -> ProcessPool:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cache
 
-from conformance.kernels.mutants.campaign import Outcome, Record, Subject, killed_by, subjects
+from conformance.kernels.mutants.campaign import CRASHED, Outcome, Record, Subject, killed_by, subjects
 from conformance.kernels.mutants.mutant import Mutant, mutants, program_id
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
@@ -54,7 +54,8 @@ def smoked(
     `selection`: rows of smoke, or fewer.
     """
     begun = time.process_time()
-    asked = [one for one in record.results if one.id not in excused]
+    # What ends its process would end this one.
+    asked = [one for one in record.results if one.id not in excused and one.check != CRASHED]
     # The rows of smoke are of registered backends; with `megamoe run --backend`, those of a user's backend are, too.
     own = tuple(dict.fromkeys(one.backend for one in asked if one.theirs))
     programs = subjects(replace(selection, backends=own)) if own else []

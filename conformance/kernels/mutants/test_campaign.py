@@ -19,6 +19,7 @@ from conformance.kernels.mutants.campaign import (
     Record,
     Subject,
     UntilNew,
+    _turns,  # pyright: ignore[reportPrivateUsage]
     built_no_more,
     collected,
     examine,
@@ -137,6 +138,16 @@ def test_what_is_excused_takes_the_further_turns_that_are_cheap(program: Subject
         assert (few.excused, few.all_turns) == (True, False), f"it had {few.runs} of {whole.runs} runs: {few}"
         every = examine(program, earlier, ask_assemblers=False, argued=argued, excused_seconds=math.inf)
         assert (every.runs, every.excused, every.all_turns) == (whole.runs, True, True), f"every turn is cheap: {every}"
+
+
+def test_a_survivor_runs_on_every_case_that_executes_its_line(program: Subject) -> None:
+    moves = [one for one in mutants(program.built[0].program) if one.kind == "move"]
+    earlier = next(one for one in moves if one.before.startswith("mbarrier.arrive.expect_tx"))
+    turns = [turn for some in _turns(program, earlier, ("eager",), few_ctas=True) for turn in some]
+    judged = {turn.built.case.id for turn in turns if turn.name == "eager" and not turn.collects}
+    there = {built.case.id for built in program.executing(earlier.line, "eager")}
+    assert judged == there, f"it does not run on {there - judged}"
+    assert len(there) > 2, "with two cases the first and the last are all"
 
 
 def test_an_argument_that_a_further_turn_refutes_is_told(program: Subject, tmp_path: Path) -> None:

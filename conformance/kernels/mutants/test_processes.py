@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import lzma
 import os
+import pickle
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +32,16 @@ class Deadly(Mutant):
 
     def text_of(self, ptx: str) -> str:
         os._exit(3)
+
+
+class DeadlyOnce(Mutant):
+    """A planted fault: something else ends the process that runs it first. `after` names a file that tells of it."""
+
+    def text_of(self, ptx: str) -> str:
+        if not Path(self.after).exists():
+            Path(self.after).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().text_of(ptx)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +74,19 @@ def test_processes_find_what_one_finds(programs: list[Subject], monkeypatch: pyt
     assert examined.unchanged > 0, "the unchanged programs took no time"
 
 
+def test_a_process_that_the_system_ends_kills_no_mutant(programs: list[Subject], tmp_path: Path) -> None:
+    """Alone in its portion or not, a mutant runs again, and what comes of it then counts."""
+    todo = _of(programs[0], 2)
+    here = _told(list(Here(SCHEDULES, argued=processes.argued)(todo)))
+    for some in (todo[:1], todo):
+        program, one = some[0]
+        mark = str(tmp_path / f"of-{len(some)}")
+        first = DeadlyOnce(one.id, one.kind, one.line, one.before, mark, one.edits)
+        found = _told(list(Processes(1, SCHEDULES)([(program, first), *some[1:]])))
+        assert found[one.id].check == here[one.id].check, f"{len(some)}: {found[one.id]}"
+        assert found.keys() == {each.id for _, each in some}
+
+
 def test_no_mutant_begins_after_its_time(programs: list[Subject]) -> None:
     assert not list(Processes(1, SCHEDULES, seconds=0.0)(_of(programs[0], 2)))
 
@@ -86,6 +112,12 @@ def test_a_campaign_runs_what_was_packed(tmp_path: Path, capsys: pytest.CaptureF
     asked = ["--schedule", "eager", "--sync", "4", "--others", "0", "--jobs", "1"]
     assert main(["--packed", folder, *asked, "--record", record]) == 0
     assert "4 mutants took" in capsys.readouterr().out
+    spoilt = tmp_path / "spoilt"
+    spoilt.mkdir()
+    for content in (b"", b"text", lzma.compress(b"text"), lzma.compress(pickle.dumps({}))):
+        (spoilt / "0001.program").write_bytes(content)
+        assert main(["--packed", str(spoilt), *asked, "--record", record]) == 2
+        assert "0001.program" in capsys.readouterr().err, content
     assert main(["--packed", str(tmp_path), *asked, "--record", record]) == 2
     assert "has no programs; --pack writes them" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -157,7 +157,7 @@ def latitude(case: Case, inputs: Inputs, outputs: Inputs, expected: Inputs) -> L
     """Codes and scales that may lie on either side of a step, and the oracle's y for the side that the kernel took.
 
     In the combine stage the only choice is whether products and sums are fused: y is one bf16 or one of two. Under
-    `exact_sums` without a clamp there is no choice in any stage: outputs are the oracle's, bit for bit.
+    `exact_sums` without a clamp there is no choice in any stage: outputs are the oracle's numbers, either zero for 0.
     """
     routes, stage = routing(case, inputs["topk_ids"]), case["stage"]
     if stage == "combine":
