@@ -196,6 +196,12 @@ def test_a_survivor_is_printed_with_its_reason() -> None:
         (["--sycn", "all"], "unrecognized arguments: --sycn all"),
         (["--table", "--case", "fmha:hd=64,t=1,s_k=1"], "--table reads only --op, --backend, --target, --program, so"),
         (["--smoke", "--schedule", "lazy"], "so --schedule would do nothing"),
+        (["--search", "0"], "'0' is no number from 1 on"),
+        (["--unmutated", "0"], "'0' is no number from 1 on"),
+        (["--jobs", "0"], "'0' is no number of processes from 1 to 1024"),
+        (["--packed", "there", "--case", "fmha:hd=64,t=1,s_k=1"], "so --case would do nothing"),
+        (["--packed", "there", "--table"], "--table does not read --packed"),
+        (["--pack", "there", "--program", "hd=64"], "so --program would do nothing"),
         (["--unmutated", "3", "--backend", "ptx"], "its programs are fixed, so --backend would do nothing"),
     ],
 )
