@@ -131,13 +131,13 @@ def _add_others(group: _Group) -> None:
     group.add_argument("--text", metavar="TEXT", help="Run all mutants of the instructions with TEXT, as "
                        "tcgen05.wait::st. Nothing is recorded: use it to ask whether one instruction is "
                        "tested.")  # fmt: skip
-    group.add_argument("--search", type=_at_least_one, metavar="N", help="For each hole of the record draw up to N cases from "
-                       "the ranges of the spec, and print the rows that kill it: use it to find a missing "
+    group.add_argument("--search", type=_positive, metavar="N", help="For each hole of the record draw up to N cases "
+                       "from the ranges of the spec, and print the rows that kill it: use it to find a missing "
                        "row.")  # fmt: skip
     group.add_argument("--drops", action="store_true", help="Write results/mutations.md, about two programs of ours: "
                        "use it after a change of a rule of the machine.")  # fmt: skip
-    group.add_argument("--unmutated", type=_at_least_one, metavar="N", help="Run N rows of our programs as they are, under "
-                       "random schedules: use it to look for false alarms.")  # fmt: skip
+    group.add_argument("--unmutated", type=_positive, metavar="N", help="Run N rows of our programs as they are, "
+                       "under random schedules: use it to look for false alarms.")  # fmt: skip
 
 
 def _count(text: str) -> int | None:
@@ -146,7 +146,7 @@ def _count(text: str) -> int | None:
     return None if text == "all" else int(text)
 
 
-def _at_least_one(text: str) -> int:
+def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
     return int(text)
