@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError, Future
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from megamoe.contract import Row, Status
-from megamoe.judge.worker import end_pool, worker_pool
+from megamoe.judge.worker import end_pool, had_no_turn, worker_pool
 from megamoe.records.lines import Record, record_of
 from megamoe.runner.child import give_memory_back
 from megamoe.runner.forks import interrupts_held_back
@@ -32,8 +31,6 @@ DEFAULT_TIMEOUT_S = 300.0
 GRACE_S = 30.0
 """A worker gets this much longer than a row's timeout before it is killed: it stops the row itself and still has to
 compare."""
-UNKNOWN_EXIT = 255
-"""The exit code that multiprocessing reports when the fork server has died. It says nothing about the row."""
 LARGE: Final = 1 << 25
 """Rows may share an input of at least this many elements: real weights are drawn once per layer."""
 _POLL_S = 0.1
@@ -173,15 +170,13 @@ def _record_of_future(row: Row, future: Future[Record], settings: RunSettings) -
     if error is None:
         return future.result()
     status: Status
-    if isinstance(error, BrokenProcessPool):
+    if had_no_turn(error):
         return None
     if isinstance(error, TimeoutError):
         status, sentence = (
             "timed_out",
             f"no verdict within {settings.timeout_s:g} host seconds: it hung, or its process left with status 0",
         )
-    elif isinstance(error, ProcessExpired) and error.exitcode == UNKNOWN_EXIT:
-        return None
     elif isinstance(error, ProcessExpired):
         status, sentence = "crashed", f"the worker process died {manner_of_death(error.exitcode)}"
     else:

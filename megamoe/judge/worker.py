@@ -8,6 +8,8 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
+from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 LOOKS_EVERY_S: Final = 0.01
 """How often a pool polls whether a worker has ended or the pool must stop. Stopping lags the last row by up to this."""
 
+UNKNOWN_EXIT: Final = 255
+"""The exit code that multiprocessing reports when the fork server has died. It says nothing about the task."""
+
 
 def worker_pool(workers: int, module: str) -> ProcessPool:
     """A pool of that many workers, none of them started yet. Schedule its tasks within `interrupts_held_back`.
@@ -33,6 +38,15 @@ def worker_pool(workers: int, module: str) -> ProcessPool:
     CONSTS.sleep_unit = LOOKS_EVERY_S
     return ProcessPool(
         workers, initializer=start_worker, initargs=(dict(os.environ), module), context=server_of_forks()
+    )
+
+
+def had_no_turn(error: BaseException) -> bool:
+    """Whether a task that ended with `error` never ran: its pool broke, or its fork server died."""
+    from pebble import ProcessExpired
+
+    return isinstance(error, BrokenProcessPool | CancelledError) or (
+        isinstance(error, ProcessExpired) and error.exitcode == UNKNOWN_EXIT
     )
 
 

@@ -24,7 +24,7 @@ from conformance.kernels.mutants.mutant import Mutant
 from conformance.kernels.mutants.table import argued
 from megamoe.contract import HostProgram, Program
 from megamoe.contract.scratch import scratch_folder, unfinished
-from megamoe.judge.worker import end_pool, worker_pool
+from megamoe.judge.worker import end_pool, had_no_turn, worker_pool
 from megamoe.runner.forks import interrupts_held_back
 from megamoe.spec.load import load_specs
 
@@ -249,11 +249,13 @@ class Processes:
         end_pool(one.pool)
         one.pool = _pool()
         self._left[path][:0] = [[each] for each in one.some]
-        if not isinstance(error, ProcessExpired | SystemExit):
+        if had_no_turn(error):
             self._unborn += 1
             if self._unborn == MAX_UNBORN:
                 raise ValueError(f"{MAX_UNBORN} processes in a row ended before they began: {error!r}")
             return
+        if not isinstance(error, ProcessExpired | SystemExit):
+            raise error
         if len(one.some) > 1:
             return
         (mutant,), name = one.some, self._subjects[path].name
