@@ -77,6 +77,8 @@ def perform(options: argparse.Namespace, given: Sequence[str]) -> int:
         if options.unmutated is not None:
             with closing(Watch(*(options.record or ()))) as record:
                 return followed(record, options.unmutated, given, watch(record, options.unmutated, options.seconds))
+        if options.pack:
+            return _pack(_programs(_selection(options)), options.pack)
         if options.drops:
             DROPS.write_text(drops_table({target: drops(target) for target in DROPPED}, reasons()), "utf-8")
             print(f"{DROPS} is written")
@@ -152,32 +154,30 @@ def _place(record: Path, part: argparse.Namespace | None) -> tuple[Path, bool]:
     return folder / f"{record.stem}-{file_name('-'.join(names))}.md", False
 
 
+def _selection(options: argparse.Namespace) -> Selection:
+    chosen = (options.op, options.case, options.where, options.backend, options.target)
+    return Selection(options.profile, *(tuple(names or ()) for names in chosen), executors=("vm",))
+
+
 def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str]) -> int:
-    selection = Selection(
-        options.profile,
-        *(tuple(names or ()) for names in (options.op, options.case, options.where, options.backend, options.target)),
-        executors=("vm",),
-    )
-    schedules = tuple(options.schedule or SCHEDULES)
+    selection, schedules = _selection(options), tuple(options.schedule or SCHEDULES)
     shard, parts = Nth.parse(options.shard), tuple(options.program or ())
     plan = Plan(selection, options.sync, options.others, options.seed, shard, parts)
-    if options.pack:
-        return _pack(_programs(selection), options.pack)
     programs = unpacked(options.packed) if options.packed else _programs(selection)
     if options.search is not None:
         return _search(record, plan, programs, Effort(options.search, options.seconds or 60.0, schedules))
     if options.id or options.text:
         return _alone(options.id, options.text, plan, programs, schedules)
-    todo, known = planned(plan, programs), reasons()
-    if options.again or options.holes:
+    todo, known, again = planned(plan, programs), reasons(), options.again or options.holes
+    if again:
         lived = survivors(record.results, known)
         wanted = {one.id for one, _ in lived} - (equivalent(lived) if options.holes else set[str]())
         todo = [pair for pair in todo if pair[1].id in wanted]
     if not todo:
-        again = " that lived" if options.again or options.holes else ""
-        raise ValueError(f"this call draws no mutant{again}: see --sync, --others, --shard and --program")
+        which = " that lived" if again else ""
+        raise ValueError(f"this call draws no mutant{which}: see --sync, --others, --shard and --program")
     record.append(Ran.now(given, len(todo)))
-    again, ran, spent = options.again or options.holes, set[str](), 0.0
+    ran, spent = set[str](), 0.0
     print(f"{counted(len(todo), 'mutant')}; an id is {ID}", flush=True)
     before = 0 if again else sum(mutant.id in record.by_id for _, mutant in todo)
     examined = _examiner(options, schedules, len(todo) - before)

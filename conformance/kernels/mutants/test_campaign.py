@@ -64,6 +64,13 @@ def _without_a_wait(program: Program | HostProgram) -> Mutant:
     return next(one for one in mutants(program) if one.kind == "drop" and "try_wait" in one.before)
 
 
+def _an_earlier_arrival(program: Program | HostProgram) -> Mutant:
+    """A survivor."""
+    return next(
+        one for one in mutants(program) if one.kind == "move" and one.before.startswith("mbarrier.arrive.expect_tx")
+    )
+
+
 def test_a_sample_of_the_tool(program: Subject, tmp_path: Path) -> None:
     """Each survivor has a reason; and shards run each mutant once, whatever was run before."""
     known = reasons()
@@ -127,8 +134,7 @@ def test_a_mutant_of_no_consequence_survives_as_the_same_code(program: Subject) 
 
 
 def test_what_is_excused_takes_the_further_turns_that_are_cheap(program: Subject) -> None:
-    moves = [one for one in mutants(program.built[0].program) if one.kind == "move"]
-    earlier = next(one for one in moves if one.before.startswith("mbarrier.arrive.expect_tx"))
+    earlier = _an_earlier_arrival(program.built[0].program)
     whole = examine(program, earlier, ask_assemblers=False)
     assert (whole.killed, whole.reached) == (False, True), f"{earlier.before} -> {earlier.after}: {whole}"
     assert (whole.excused, whole.all_turns) == (False, True), f"nothing excuses it: {whole}"
@@ -141,8 +147,7 @@ def test_what_is_excused_takes_the_further_turns_that_are_cheap(program: Subject
 
 
 def test_a_survivor_runs_on_every_case_that_executes_its_line(program: Subject) -> None:
-    moves = [one for one in mutants(program.built[0].program) if one.kind == "move"]
-    earlier = next(one for one in moves if one.before.startswith("mbarrier.arrive.expect_tx"))
+    earlier = _an_earlier_arrival(program.built[0].program)
     turns = [turn for some in _turns(program, earlier, ("eager",), few_ctas=True) for turn in some]
     judged = {turn.built.case.id for turn in turns if turn.name == "eager" and not turn.collects}
     there = {built.case.id for built in program.executing(earlier.line, "eager")}
