@@ -264,13 +264,11 @@ class GlobalMemory:
         Returns None and the addresses if they lie in several buffers. Raises Fault if one lies in none, or is not
         aligned to `size`.
         """
+        check_alignment(addresses, size, access, self)
         if addresses.size == 1:
             low = high = int(addresses[0])
-            aligned = not low & (size - 1)
         else:
-            low, high, aligned = int(addresses.min()), int(addresses.max()), False
-        if not aligned:
-            check_alignment(addresses, size, access, self)
+            low, high = int(addresses.min()), int(addresses.max())
         index = bisect.bisect(self._bases, low) - 1
         if index >= 0 and high + size <= self._buffers[index].end:
             return self._buffers[index], addresses - self._bases[index]
