@@ -101,7 +101,7 @@ def exact_stack(case: Case, name: str) -> Stack:
     if name == "a2":
         codes, sf = _symmetric_a2(case)
         return codes, sf, torch.ones(len(codes))
-    return (*_w1(case), w1_gs(case)) if name == "w1" else (*_w2(case), _w2_gs(case))
+    return (*_w1(case), _w1_gs(case)) if name == "w1" else (*_w2(case), _w2_gs(case))
 
 
 def exact_plain(case: Case, name: str) -> torch.Tensor:
@@ -123,7 +123,7 @@ def _gate_unit(case: Case) -> torch.Tensor:
     return powers(case, "w1_gs", (case.int("num_experts"),), GATE).double()
 
 
-def w1_gs(case: Case) -> torch.Tensor:
+def _w1_gs(case: Case) -> torch.Tensor:
     """float32 [num_experts]: takes QUIET back."""
     return (_gate_unit(case) * 2.0 ** (-1 - QUIET["w1"])).float()
 
@@ -139,7 +139,7 @@ def _w2_gs(case: Case) -> torch.Tensor:
 
 
 def topk_weights(case: Case, shape: tuple[int, ...]) -> torch.Tensor:
-    """float32: 1, 1/2, ... 1/32. Sums of rows so scaled often lie between two bf16 numbers."""
+    """float32: 1, 1/2, ... 1/32. Sums of rows so scaled may lie between two bf16 numbers."""
     return powers(case, "topk_weights", shape, -5, 6)
 
 
