@@ -101,7 +101,7 @@ class Outcome:
     lived through its first turns: whether a case with its findings collected executes the line that it changes; None
     for a changed launch. `excused`: whether an argument or the same machine code excused it then. `all_turns`, of a
     survivor: whether it had every turn on the rows of its call; None in a record that does not tell. `smoke`: the check
-    that kills it in a row of the profile smoke, "" for none; None if `smoked` has not run. `seconds`: processor time,
+    that kills it in a row of the profile smoke, "" for none; None if that was not asked. `seconds`: processor time,
     without the unchanged program's, which runs once for all its mutants.
     """
 
@@ -404,38 +404,39 @@ def examine(
     kills it: some arguments were wrong, and such turns showed it. `few_ctas`: whether it runs on few CTAs, too.
     """
     begun, runs = time.process_time() - subject.spent, 0
-    lived = _lived(subject, mutant)
+    outcome = lived(subject, mutant)
     for turns in _turns(subject, mutant, schedules, few_ctas=few_ctas):
-        taken = _first_of(turns, excused_seconds) if lived.excused else turns
+        taken = _first_of(turns, excused_seconds) if outcome.excused else turns
         for turn in taken:
             look = _found_by if turn.collects else killed_by
             check, sentence = look(turn.subject, turn.built, mutant, turn.schedule)
             runs += 1
             if check:
                 spent = round(time.process_time() - subject.spent - begun, 2)
-                killed = replace(lived, check=check, case=turn.built.case.id, schedule=turn.name, runs=runs)
+                killed = replace(outcome, check=check, case=turn.built.case.id, schedule=turn.name, runs=runs)
                 return replace(killed, sentence=sentence[:160], all_turns=None, seconds=spent)
-        lived = replace(lived, all_turns=len(taken) == len(turns))
-        if lived.reached is None and mutant.line:
+        outcome = replace(outcome, all_turns=len(taken) == len(turns))
+        if outcome.reached is None and mutant.line:
             asked = [subject, *(subject.few.values() if few_ctas else ())]
             told = (one.collection(built, schedules[0]) for one in asked for built in one.telling(schedules[0]))
-            lived = replace(lived, reached=any(mutant.line in one.lines for one in told))
-        excused = argued is not None and argued(lived)
-        if lived.same_code is None and mutant.launch is None and ask_assemblers and not excused:
-            lived = replace(lived, same_code=_same_code(subject, mutant))
-        lived = replace(lived, excused=excused or lived.same_code is True)
-    reached = None if lived.same_code else lived.reached
-    return replace(lived, reached=reached, runs=runs, seconds=round(time.process_time() - subject.spent - begun, 2))
+            outcome = replace(outcome, reached=any(mutant.line in one.lines for one in told))
+        excused = argued is not None and argued(outcome)
+        if outcome.same_code is None and mutant.launch is None and ask_assemblers and not excused:
+            outcome = replace(outcome, same_code=_same_code(subject, mutant))
+        outcome = replace(outcome, excused=excused or outcome.same_code is True)
+    reached = None if outcome.same_code else outcome.reached
+    return replace(outcome, reached=reached, runs=runs, seconds=round(time.process_time() - subject.spent - begun, 2))
 
 
-def _lived(subject: Subject, mutant: Mutant) -> Outcome:
+def lived(subject: Subject, mutant: Mutant) -> Outcome:
+    """The outcome of a mutant that no check has killed."""
     short = (_short(mutant.before), _short(mutant.after))
     return Outcome(mutant.id, subject.name, mutant.kind, mutant.line, *short)
 
 
 def lost(subject: Subject, mutant: Mutant, sentence: str) -> Outcome:
     """The outcome of a mutant that took its process with it; `sentence` says how."""
-    return replace(_lived(subject, mutant), check=CRASHED, case="unknown", schedule="unknown", sentence=sentence)
+    return replace(lived(subject, mutant), check=CRASHED, case="unknown", schedule="unknown", sentence=sentence)
 
 
 def in_clusters(program: Program | HostProgram) -> bool:

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from conformance.kernels.mutants.options import RUNS
 from conformance.kernels.mutants.processes import WORTH, Processes, pack, unpacked
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunts
 from conformance.kernels.mutants.silicon import remember
-from conformance.kernels.mutants.smoke import smoked
+from conformance.kernels.mutants.smoke import SMOKE, OnSmoke, smoked, todo_of, unanswered
 from conformance.kernels.mutants.table import (
     DROPS,
     RECORD,
@@ -72,8 +73,8 @@ def perform(options: argparse.Namespace, given: Sequence[str]) -> int:
         if options.argued:
             return _argued(Record(*_records(options, RECORD)), options)
         if options.forget or options.smoke:
-            with closing(Record(*_records(options, RECORD))) as record:
-                return _amended(record, options)
+            with closing(Record(*_records(options, RUNS))) as record:
+                return _amended(record, options, given)
         if options.unmutated is not None:
             with closing(Watch(*(options.record or ()))) as record:
                 return followed(record, options.unmutated, given, watch(record, options.unmutated, options.seconds))
@@ -147,11 +148,13 @@ def _argued(record: Record, options: argparse.Namespace) -> int:
 
 def _place(record: Path, part: argparse.Namespace | None) -> tuple[Path, bool]:
     """Where the table of a record, or of a part of it, is written; whether it is the tracked one."""
+    stem = record.name.partition(".")[0]
     if part is None:
-        return (TABLE, True) if record.resolve() == RECORD else (record.with_suffix(".md"), False)
+        ours = record.resolve() in (RECORD, RECORD.with_suffix(""))
+        return TABLE if ours else record.with_name(f"{stem}.md"), ours
     names = [name for given in (part.backend, part.target, part.op, part.program) for name in given or ()]
     folder = RUNS.parent if record.resolve() == RECORD else record.parent
-    return folder / f"{record.stem}-{file_name('-'.join(names))}.md", False
+    return folder / f"{stem}-{file_name('-'.join(names))}.md", False
 
 
 def _selection(options: argparse.Namespace) -> Selection:
@@ -180,7 +183,7 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
     ran, spent = set[str](), 0.0
     print(f"{counted(len(todo), 'mutant')}; an id is {ID}", flush=True)
     before = 0 if again else sum(mutant.id in record.by_id for _, mutant in todo)
-    examined = _examiner(options, schedules, len(todo) - before)
+    examined = _in_processes(_examiner(options, schedules), options.jobs, len(todo) - before)
     for outcome in run(todo, record, examined, again=again):
         ran.add(outcome.id)
         spent += outcome.seconds
@@ -199,14 +202,16 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
     return int(any(not one.killed and blamed(one, known) for one in of_call))
 
 
-def _examiner(options: argparse.Namespace, schedules: Sequence[str], mutants: int) -> Examiner:
-    """Examines in this process if there is no work for two."""
+def _examiner(options: argparse.Namespace, schedules: Sequence[str]) -> Here:
     excused = options.excused
     if excused is None:
         excused = math.inf if options.again or options.holes else EXCUSED_SECONDS
-    if options.jobs > 1 and mutants >= 2 * WORTH:
-        return Processes(options.jobs, schedules, options.seconds, excused)
     return Here(schedules, options.seconds, argued, excused)
+
+
+def _in_processes(examiner: Here | OnSmoke, jobs: int, mutants: int) -> Examiner:
+    """Examines in this process if there is no work for two."""
+    return Processes(jobs, examiner) if jobs > 1 and mutants >= 2 * WORTH else examiner
 
 
 def _pack(programs: Sequence[Subject], folder: Path) -> int:
@@ -289,7 +294,7 @@ def drawn_of(one: Hunt) -> str:
     )
 
 
-def _amended(record: Record, options: argparse.Namespace) -> int:
+def _amended(record: Record, options: argparse.Namespace, given: Sequence[str]) -> int:
     """Drops programs that are built no more; runs the rows of the profile smoke."""
     if options.forget:
         remember({str(one.id): one.killed for one in record.results})
@@ -297,14 +302,29 @@ def _amended(record: Record, options: argparse.Namespace) -> int:
             record.forget(name)
             print(f"{record.path}: without {name}, which is built no more")
     if options.smoke:
-        wanted = {one.id for one in chosen(record, options)}
-        skipped = equivalent(survivors(record.results, reasons())) | {
-            one.id for one in record.results if one.id not in wanted
-        }
-        for one in smoked(record, skipped, options.seconds, again=options.again):
-            program = one.program.rpartition(" ")[0]
-            print(f"{one.smoke or 'no row of smoke kills it'}: {program}, {one.id}", flush=True)
+        _ask_smoke(record, options, given)
     return 0
+
+
+def _ask_smoke(record: Record, options: argparse.Namespace, given: Sequence[str]) -> None:
+    """Runs the rows of the profile smoke on what is not equivalent and has no answer; with --again, also on what no row
+    of smoke killed before."""
+    same = equivalent(survivors(record.results, reasons()))
+    asked = unanswered([one for one in chosen(record, options) if one.id not in same], again=options.again)
+    if options.packed:
+        programs = unpacked(options.packed)
+    else:
+        # Smoke has the rows of registered backends; `megamoe run --backend` gives a user's backend the same rows.
+        own = tuple(dict.fromkeys(one.backend for one in asked if one.theirs))
+        programs = subjects(replace(SMOKE, backends=own)) if own else []
+        programs += subjects(SMOKE) if any(not one.theirs for one in asked) else []
+    todo = todo_of(asked, programs)
+    if asked:
+        record.append(Ran.now(given, len(asked)))
+    examined = _in_processes(OnSmoke(options.seconds), options.jobs, len(todo))
+    for at, one in enumerate(smoked(record, asked, todo, examined), 1):
+        program = one.program.rpartition(" ")[0]
+        print(f"{at}/{len(asked)} {one.smoke or 'no row of smoke kills it'}: {program}, {one.id}", flush=True)
 
 
 def _alone(

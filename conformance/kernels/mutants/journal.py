@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import shlex
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from conformance import ROOT
 from megamoe.records.files import take_lock, write_file
 from megamoe.records.lines import RecordError
+
+COMPRESSED = ".xz"
 
 
 class Result(Protocol):
@@ -50,7 +53,7 @@ class Journal(Generic[Kept]):
     """Results by their ids, and the calls that made them.
 
     A torn last line, as a kill leaves it, does not count, and the next line overwrites it. From its first line on, a
-    process keeps others from writing its file.
+    process keeps others from writing its file. A file that ends in .xz is read only.
     """
 
     def __init__(self, kind: type[Kept], *paths: Path) -> None:
@@ -66,6 +69,11 @@ class Journal(Generic[Kept]):
 
     def _read(self, kind: type[Kept], path: Path) -> None:
         held = path.read_bytes() if path.exists() else b""
+        if path.suffix == COMPRESSED:
+            try:
+                held = lzma.decompress(held)
+            except lzma.LZMAError as error:
+                raise ValueError(f"{path} is no file that xz has written: {error}") from None
         whole = held[: held.rfind(b"\n") + 1]
         if path == self.path:
             self._read_size, self._whole_size = len(held), len(whole)
@@ -115,6 +123,10 @@ class Journal(Generic[Kept]):
 
     def _own(self) -> int:
         """Returns the open file, locked against other writers, positioned after its last whole line."""
+        if self.path.suffix == COMPRESSED:
+            raise RecordError(
+                f"{self.path} is compressed and only read; `xz -dk` it and name the other file with --record"
+            )
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             opened = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -16,7 +16,7 @@ RUNS = Path("results/mutants/campaign.jsonl")
 MAX_JOBS = 1024
 READS = {
     "table": ("op", "backend", "target", "program"),
-    "smoke": ("op", "backend", "target", "program"),
+    "smoke": ("op", "backend", "target", "program", "packed"),
     "forget": ("op", "backend", "target", "program"),
     "argued": ("op", "backend", "target", "program"),
     "drops": (),
@@ -50,7 +50,7 @@ def parsed(given: list[str]) -> argparse.Namespace:
     for mode, read in READS.items():
         idle = [one for one in SELECTING if getattr(options, one) and one not in read]
         chosen = getattr(options, mode)
-        if chosen is not None and chosen is not False and options.packed:
+        if chosen is not None and chosen is not False and options.packed and "packed" not in read:
             parser.error(f"--{mode} does not read --packed, so that would do nothing")
         if chosen is not None and chosen is not False and idle:
             these = f"only --{', --'.join(read)}" if read else "no option that selects, as its programs are fixed"
@@ -110,9 +110,9 @@ def _add_draws(group: _Group) -> None:
 
 def _add_record(group: _Group) -> None:
     group.add_argument("--record", action="append", type=Path, metavar="FILE", help="Where results are written and "
-                       "read: JSON lines. Several are shards, of which the first is written to. --table, --smoke, "
-                       "--forget and --argued take results/mutants.jsonl unless --backend names one of your own. "
-                       f"[default: {RUNS}]")  # fmt: skip
+                       "read: JSON lines. Several are shards, of which the first is written to; one that ends in "
+                       ".xz is only read. --table and --argued take results/mutants.jsonl.xz unless --backend names "
+                       f"one of your own. [default: {RUNS}]")  # fmt: skip
     group.add_argument("--forget", action="store_true", help="Leave programs that are built no more out of the record: "
                        "use it after a change of a kernel.")  # fmt: skip
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
 
-from conformance.kernels.mutants.campaign import EXCUSED_SECONDS, SCHEDULES, Built, Here, Outcome, Subject, Todo, lost
+from conformance.kernels.mutants.campaign import Built, Here, Outcome, Subject, Todo, lost
 from conformance.kernels.mutants.mutant import Mutant
-from conformance.kernels.mutants.table import argued
+from conformance.kernels.mutants.smoke import OnSmoke
 from megamoe.contract import HostProgram, Program
 from megamoe.contract.scratch import scratch_folder, unfinished
 from megamoe.judge.worker import end_pool, had_no_turn, worker_pool
@@ -125,7 +125,7 @@ class _Examined:
     error: str = ""
 
 
-def _examine(path: Path, some: Sequence[Mutant], how: Here) -> _Examined:
+def _examine(path: Path, some: Sequence[Mutant], how: Here | OnSmoke) -> _Examined:
     begun, outcomes, error = time.process_time(), list[Outcome](), ""
     try:
         subject = _read(path)
@@ -151,17 +151,14 @@ class _Process:
 
 @dataclass(slots=True)
 class Processes:
-    """Examines mutants in `jobs` processes, and hands out none after `seconds` of their processor time.
+    """Examines mutants in `jobs` processes as `how` does in one; its `seconds` are the sum of their processor time.
 
-    A mutant that ends its process twice is killed by the check CRASHED, unless the unchanged program does so too. What
-    excuses a survivor are the reasons of survivors.yaml. ValueError if an unchanged program does not pass, or if the
-    system ends processes.
+    A mutant that ends its process twice is killed by the check CRASHED, unless the unchanged program does so too.
+    ValueError if an unchanged program does not pass, or if the system ends processes.
     """
 
     jobs: int
-    schedules: Sequence[str] = SCHEDULES
-    seconds: float | None = None
-    excused_seconds: float = EXCUSED_SECONDS
+    how: Here | OnSmoke
     unchanged: float = 0.0
     _spent: float = 0.0
     _unborn: int = 0
@@ -200,7 +197,7 @@ class Processes:
         running: dict[Future[_Examined], _Process] = {}
         while True:
             for one in processes:
-                if one not in running.values() and (self.seconds is None or self._spent < self.seconds):
+                if one not in running.values() and self._left_of(PORTION_SECONDS) > 0:
                     self._give(one, running)
             if not running:
                 return
@@ -213,10 +210,13 @@ class Processes:
         if one.path is None:
             return
         one.some = self._left[one.path].pop(0)
-        limit = PORTION_SECONDS if self.seconds is None else min(PORTION_SECONDS, self.seconds - self._spent)
-        how = Here(self.schedules, limit, argued, self.excused_seconds)
+        how = replace(self.how, seconds=self._left_of(PORTION_SECONDS))
         with interrupts_held_back():
             running[one.pool.schedule(_examine, args=(one.path, one.some, how))] = one
+
+    def _left_of(self, seconds: float) -> float:
+        """Of `seconds` of processor time, what the call still has."""
+        return seconds if self.how.seconds is None else min(seconds, self.how.seconds - self._spent)
 
     def _program_for(self, one: _Process, users: Counter[Path | None]) -> Path | None:
         """The program that the process is at; else the one with the most work for each of its processes."""
@@ -267,7 +267,7 @@ class Processes:
             raise ValueError(
                 f"the system killed the process of {mutant.id} twice; is memory too small for {self.jobs} jobs?"
             )
-        ended = one.pool.schedule(_run_unchanged, args=(path, self.schedules[0])).exception()
+        ended = one.pool.schedule(_run_unchanged, args=(path, self.how.schedules[0])).exception()
         if ended is not None:
             raise ValueError(f"{name} itself does not end well: {ended!r}")
         self._left[path].pop(0)

@@ -7,12 +7,23 @@ the rows of smoke that build their program; if smoke does not build a program, i
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import ClassVar
 
-from conformance.kernels.mutants.campaign import CRASHED, Outcome, Record, Subject, killed_by, subjects
-from conformance.kernels.mutants.mutant import Mutant, mutants, program_id
+from conformance.kernels.mutants.campaign import (
+    CRASHED,
+    SCHEDULES,
+    Examiner,
+    Outcome,
+    Record,
+    Subject,
+    Todo,
+    killed_by,
+    lived,
+)
+from conformance.kernels.mutants.mutant import Mutant, mutants
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 
@@ -35,45 +46,59 @@ def check_of(one: Outcome) -> str | None:
 def killer(subject: Subject, mutant: Mutant) -> str:
     """Returns the check of the smoke row that kills `mutant`, the smallest case first; "" for none. `subject`: of
     SMOKE."""
-    turns = ((built, schedule) for built in subject.built for case, schedule in sorted(rows()) if case == built.case.id)
+    turns = (
+        (built, schedule)
+        for built in subject.executing(mutant.line, SCHEDULES[0])
+        for case, schedule in sorted(rows())
+        if case == built.case.id
+    )
     return next((check for built, schedule in turns if (check := killed_by(subject, built, mutant, schedule)[0])), "")
 
 
-def smoked(
-    record: Record,
-    excused: Collection[str] = (),
-    seconds: float | None = None,
-    *,
-    again: bool = False,
-    selection: Selection = SMOKE,
-) -> Iterator[Outcome]:
-    """Runs smoke on the mutants without an answer in `record`, for at most `seconds` of processor time, and records the
-    answers.
+@dataclass(slots=True)
+class OnSmoke:
+    """Runs the rows of smoke on mutants, in their order, and begins none after `seconds` of processor time. The
+    outcomes tell `smoke`, and nothing else of the runs."""
 
-    `excused`: ids of mutants that are not asked about. `again`: also repeats mutants that no smoke row killed before.
-    `selection`: rows of smoke, or fewer.
-    """
-    begun = time.process_time()
-    # What ends its process would end this one.
-    asked = [one for one in record.results if one.id not in excused and one.check != CRASHED]
-    # The rows of smoke are of registered backends; with `megamoe run --backend`, those of a user's backend are, too.
-    own = tuple(dict.fromkeys(one.backend for one in asked if one.theirs))
-    programs = subjects(replace(selection, backends=own)) if own else []
-    programs += subjects(selection) if any(not one.theirs for one in asked) else []
-    built = {program_id(one.built[0].program.ptx): one for one in programs}
-    of_program: dict[str, dict[str, Mutant]] = {}
+    seconds: float | None = None
+    unchanged: float = 0.0
+    schedules: ClassVar[Sequence[str]] = SCHEDULES[:1]
+
+    def __call__(self, todo: Todo) -> Iterator[Outcome]:
+        """Outcomes in the order of `todo`."""
+        begun = time.process_time()
+        for subject, mutant in todo:
+            if self.seconds is not None and time.process_time() - begun > self.seconds:
+                return
+            before = subject.spent
+            check = killer(subject, mutant)
+            self.unchanged += subject.spent - before
+            yield replace(lived(subject, mutant), smoke=check)
+
+
+def unanswered(found: Sequence[Outcome], *, again: bool = False) -> list[Outcome]:
+    """The mutants of which the record does not tell what smoke does. `again`: those that no smoke row killed, too."""
+    return [one for one in found if (known := check_of(one)) is None or (again and not known)]
+
+
+def todo_of(asked: Sequence[Outcome], programs: Sequence[Subject]) -> Todo:
+    """The mutants of `asked` whose programs are among `programs`."""
+    ids = {one.id for one in asked}
+    return [(one, each) for one in programs for each in mutants(one.built[0].program) if each.id in ids]
+
+
+def smoked(record: Record, asked: Sequence[Outcome], todo: Todo, examined: Examiner) -> Iterator[Outcome]:
+    """Runs the rows of smoke on the mutants `todo` of `asked`, and records the answers. Smoke does not build the
+    programs of the others, so it kills none of these."""
+    built = {each.id for _, each in todo}
     for one in asked:
-        known = check_of(one)
-        if known is not None and (known or not again):
-            continue
-        if seconds is not None and time.process_time() - begun > seconds:
-            return
-        text = one.id.partition("/")[0]
-        subject = built.get(text)
-        answer = ""
-        if subject is not None:
-            if text not in of_program:
-                of_program = {text: {each.id: each for each in mutants(subject.built[0].program)}}
-            answer = killer(subject, of_program[text][one.id])
-        record.append(replace(one, smoke=answer))
-        yield record.by_id[one.id]
+        if one.id not in built:
+            yield _answered(record, one.id, "")
+    for outcome in examined(todo):
+        yield _answered(record, outcome.id, outcome.check if outcome.check == CRASHED else outcome.smoke or "")
+
+
+def _answered(record: Record, name: str, check: str) -> Outcome:
+    answered = replace(record.by_id[name], smoke=check)
+    record.append(answered)
+    return answered

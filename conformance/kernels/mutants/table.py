@@ -5,7 +5,6 @@ results/mutations.md: the synchronising instructions of two programs, and which 
 
 from __future__ import annotations
 
-import lzma
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +25,8 @@ from conformance.kernels.mutants.unmutated import told as told_of_rows
 from megamoe.contract.counted import counted
 from megamoe.spec.marked_yaml import read_marked_yaml
 
-RECORD = ROOT / "results" / "mutants.jsonl"
-WHOLE = ROOT / "results" / "records" / "mutants-whole.jsonl.xz"
-"""The campaign over all programs, which docs/mutants.md tells of."""
+RECORD = ROOT / "results" / "mutants.jsonl.xz"
+"""The campaign over our programs."""
 TABLE = ROOT / "results" / "mutants.md"
 DROPS = ROOT / "results" / "mutations.md"
 REASONS = Path(__file__).with_name("survivors.yaml")
@@ -100,13 +98,6 @@ def _each(globs: Globs) -> tuple[str, ...]:
     return (globs,) if isinstance(globs, str) else globs
 
 
-def whole_record(folder: Path) -> Record:
-    """The record of the whole campaign, unpacked to `folder`."""
-    path = folder / WHOLE.stem
-    path.write_bytes(lzma.decompress(WHOLE.read_bytes()))
-    return Record(path)
-
-
 def reason_of(one: Outcome, known: Sequence[Reason]) -> Reason | None:
     """The first reason that explains a survivor."""
     if one.same_code:
@@ -169,6 +160,7 @@ def table(
         "",
         "Synchronisation is drawn more often than the rest, so compare the shares by class.",
         "",
+        *_by_kernel(found, told),
         *(_of_our_programs(found) if ours else ()),
         "## By class",
         "",
@@ -332,6 +324,34 @@ def _by_smoke(found: Sequence[Outcome], equal: set[str]) -> list[str]:
         "Rows of the profile smoke alone, with the counters that the gate compares for them, kill "
         f"{killed:,} of {len(asked):,} that are not equivalent{share}{more}."
     ]
+
+
+def _by_kernel(found: Sequence[Outcome], told: Sequence[tuple[Outcome, Reason | None]]) -> list[str]:
+    """Backends and targets side by side, with what the rows of smoke kill alone. Nothing if smoke was not asked."""
+    equal = equivalent(told)
+    if any(check_of(one) is None for one in found if one.id not in equal):
+        return []
+    groups: dict[str, list[Outcome]] = {}
+    for one in sorted(found, key=lambda each: (each.backend, each.target, each.op)):
+        groups.setdefault(f"{one.backend} {one.target} {one.op}", []).append(one)
+    return [
+        "## By kernel",
+        "",
+        "| programs | mutants | killed by smoke | killed by others only | equivalent | holes | "
+        "killed of those not equivalent |",
+        "|---|---|---|---|---|---|---|",
+        *(_kernel(name, some, equal) for name, some in (*groups.items(), ("all", found))),
+        "",
+    ]
+
+
+def _kernel(name: str, found: Sequence[Outcome], equal: set[str]) -> str:
+    same = sum(one.id in equal for one in found)
+    smoke = sum(bool(check_of(one)) for one in found)
+    other = sum(one.killed and not check_of(one) for one in found)
+    holes = len(found) - same - smoke - other
+    share = f"{(smoke + other) / (len(found) - same):.1%}" if len(found) > same else ""
+    return f"| {name} | {len(found):,} | {smoke:,} | {other:,} | {same:,} | {holes:,} | {share} |"
 
 
 def _class(kind: str, found: Sequence[Outcome], equal: set[str]) -> str:

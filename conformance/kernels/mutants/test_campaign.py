@@ -32,7 +32,7 @@ from conformance.kernels.mutants.command import drawn_of, told_of
 from conformance.kernels.mutants.journal import Ran
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Edit, LaunchEdit, Mutant, instructions, mutants
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunt
-from conformance.kernels.mutants.smoke import check_of, smoked
+from conformance.kernels.mutants.smoke import OnSmoke, check_of, smoked, todo_of, unanswered
 from conformance.kernels.mutants.table import Reason, reason_of, reasons, table
 from conformance.kernels.mutants.unmutated import Watch, told, watch, watched
 from megamoe.contract import HostProgram, Program, RunOptions, TensorMapArg
@@ -296,8 +296,8 @@ def test_smoke_is_asked_about_what_another_row_killed(program: Subject, tmp_path
         record.append(one)
         assert check_of(one) is None, "lazy is no schedule of smoke, so nobody has asked"
     assert check_of(replace(killed, case="fmha:hd=64,t=1,s_k=1", schedule="eager")) == "rule:race"
-    part = replace(SELECTION, cases=SELECTION.cases[:1])
-    list(smoked(record, selection=part))
+    asked = unanswered(record.results)
+    list(smoked(record, asked, todo_of(asked, [program]), OnSmoke()))
     said = {one.id: one.smoke for one in Record(record.path).results}
     assert said[wait.id], "a row of smoke runs without a wait, and nothing is said"
     assert (said[none.id], said[elsewhere.id]) == ("", ""), f"smoke is said to kill what it cannot: {said}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,20 @@ def test_a_torn_record_that_is_written_anew_is_appended_to(tmp_path: Path) -> No
     torn.append(replace(one, id="c/drop/1.0"))
     wanted = [*(each.id for each in others), "c/drop/1.0"]
     assert list(Record(record.path).by_id) == wanted, f"the file holds {record.path.read_bytes()[-200:]!r}"
+
+
+def test_a_compressed_record_is_read_and_not_written(tmp_path: Path) -> None:
+    plain, packed = Record(tmp_path / "mutants.jsonl"), tmp_path / "mutants.jsonl.xz"
+    one = Outcome("a/drop/1.0", "p", "drop", 1, "bar.sync 0;", "")
+    plain.append(one)
+    plain.close()
+    packed.write_bytes(lzma.compress(plain.path.read_bytes()))
+    assert Record(packed).results == [one]
+    with pytest.raises(RecordError, match="is compressed and only read"):
+        Record(packed).append(one)
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="is no file that xz has written"):
+        Record(packed)
 
 
 _WRITER = """

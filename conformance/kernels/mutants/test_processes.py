@@ -13,9 +13,11 @@ import pytest
 
 from conformance.kernels.mutants import processes
 from conformance.kernels.mutants.__main__ import main
-from conformance.kernels.mutants.campaign import Here, Outcome, Subject, drawn, subjects
+from conformance.kernels.mutants.campaign import Here, Outcome, Record, Subject, drawn, subjects
 from conformance.kernels.mutants.mutant import Mutant, mutants
 from conformance.kernels.mutants.processes import PORTION, Processes, pack, unpacked
+from conformance.kernels.mutants.smoke import check_of
+from conformance.kernels.mutants.table import argued
 from megamoe.spec.selection import Selection
 
 SELECTION = Selection(
@@ -64,11 +66,11 @@ def test_processes_find_what_one_finds(programs: list[Subject], monkeypatch: pyt
     todo = [pair for program in programs for pair in _of(program, PORTION)]
     model = todo[0][1]
     deadly = Deadly("deadly", model.kind, model.line, model.before, model.after, model.edits)
-    examined = Processes(2, SCHEDULES)
+    examined = Processes(2, Here(SCHEDULES, argued=argued))
     outcomes = _told(list(examined([*todo[:3], (programs[0], deadly), *todo[3:]])))
     died = outcomes.pop("deadly")
     assert (died.check, died.sentence) == ("crashed", "its process ended with exit code 3"), died
-    here = _told(list(Here(SCHEDULES, argued=processes.argued)(todo)))
+    here = _told(list(Here(SCHEDULES, argued=argued)(todo)))
     assert outcomes == here, "a mutant ends otherwise in another process"
     assert any(one.killed for one in here.values()), "nothing was killed, so nothing was shown"
     assert examined.unchanged > 0, "the unchanged programs took no time"
@@ -77,18 +79,18 @@ def test_processes_find_what_one_finds(programs: list[Subject], monkeypatch: pyt
 def test_a_process_that_the_system_ends_kills_no_mutant(programs: list[Subject], tmp_path: Path) -> None:
     """Alone in its portion or not, a mutant runs again, and what comes of it then counts."""
     todo = _of(programs[0], 2)
-    here = _told(list(Here(SCHEDULES, argued=processes.argued)(todo)))
+    here = _told(list(Here(SCHEDULES, argued=argued)(todo)))
     for some in (todo[:1], todo):
         program, one = some[0]
         mark = str(tmp_path / f"of-{len(some)}")
         first = DeadlyOnce(one.id, one.kind, one.line, one.before, mark, one.edits)
-        found = _told(list(Processes(1, SCHEDULES)([(program, first), *some[1:]])))
+        found = _told(list(Processes(1, Here(SCHEDULES, argued=argued))([(program, first), *some[1:]])))
         assert found[one.id].check == here[one.id].check, f"{len(some)}: {found[one.id]}"
         assert found.keys() == {each.id for _, each in some}
 
 
 def test_no_mutant_begins_after_its_time(programs: list[Subject]) -> None:
-    assert not list(Processes(1, SCHEDULES, seconds=0.0)(_of(programs[0], 2)))
+    assert not list(Processes(1, Here(SCHEDULES, seconds=0.0))(_of(programs[0], 2)))
 
 
 def test_what_is_unpacked_is_what_was_packed(programs: list[Subject], tmp_path: Path) -> None:
@@ -112,6 +114,9 @@ def test_a_campaign_runs_what_was_packed(tmp_path: Path, capsys: pytest.CaptureF
     asked = ["--schedule", "eager", "--sync", "4", "--others", "0", "--jobs", "1"]
     assert main(["--packed", folder, *asked, "--record", record]) == 0
     assert "4 mutants took" in capsys.readouterr().out
+    assert main(["--smoke", "--packed", folder, "--record", record]) == 0
+    unasked = [one.id for one in Record(Path(record)).results if check_of(one) is None and not argued(one)]
+    assert not unasked, f"smoke was not asked about {unasked}: {capsys.readouterr().out}"
     spoilt = tmp_path / "spoilt"
     spoilt.mkdir()
     for content in (b"", b"text", lzma.compress(b"text"), lzma.compress(pickle.dumps({}))):

@@ -30,6 +30,7 @@ from conformance.kernels.mutants.on_device import (
     under_tools,
 )
 from conformance.kernels.mutants.silicon import Seen, seen_of, told, with_tools
+from conformance.kernels.mutants.table import RECORD
 from megamoe.contract import Program
 from megamoe.contract.assembly import assemblers
 from megamoe.spec.load import load_specs
@@ -296,7 +297,7 @@ def test_mutants_that_hang_are_carried_with_waits_that_give_up(
 
 def test_the_record_has_no_mutant_that_is_seen_on_silicon_and_lives_in_the_vm() -> None:
     """The machine against an H200: every mutant that is wrong, faults or hangs there is killed here."""
-    lived = {one.id: one for one in Record(silicon.ROOT / "results" / "mutants.jsonl").results if not one.killed}
+    lived = {one.id: one for one in Record(RECORD).results if not one.killed}
     seen = silicon.read()
     missed = [f"{one.id} ({one.fate})" for one in seen if one.fate != "right" and (one.id in lived or one.vm is False)]
     assert not missed, f"an H200 shows what the machine lets live: {missed}"
