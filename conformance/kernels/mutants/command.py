@@ -183,7 +183,7 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
     ran, spent = set[str](), 0.0
     print(f"{counted(len(todo), 'mutant')}; an id is {ID}", flush=True)
     before = 0 if again else sum(mutant.id in record.by_id for _, mutant in todo)
-    examined = _in_processes(_examiner(options, schedules), options.jobs, len(todo) - before)
+    examined = _examiner(options, schedules, len(todo) - before)
     for outcome in run(todo, record, examined, again=again):
         ran.add(outcome.id)
         spent += outcome.seconds
@@ -202,16 +202,13 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
     return int(any(not one.killed and blamed(one, known) for one in of_call))
 
 
-def _examiner(options: argparse.Namespace, schedules: Sequence[str]) -> Here:
+def _examiner(options: argparse.Namespace, schedules: Sequence[str], mutants: int) -> Examiner:
+    """Examines in this process if there is no work for two."""
     excused = options.excused
     if excused is None:
         excused = math.inf if options.again or options.holes else EXCUSED_SECONDS
-    return Here(schedules, options.seconds, argued, excused)
-
-
-def _in_processes(examiner: Here | OnSmoke, jobs: int, mutants: int) -> Examiner:
-    """Examines in this process if there is no work for two."""
-    return Processes(jobs, examiner) if jobs > 1 and mutants >= 2 * WORTH else examiner
+    here = Here(schedules, options.seconds, argued, excused)
+    return Processes(options.jobs, here) if options.jobs > 1 and mutants >= 2 * WORTH else here
 
 
 def _pack(programs: Sequence[Subject], folder: Path) -> int:
@@ -321,7 +318,8 @@ def _ask_smoke(record: Record, options: argparse.Namespace, given: Sequence[str]
     todo = todo_of(asked, programs)
     if asked:
         record.append(Ran.now(given, len(asked)))
-    examined = _in_processes(OnSmoke(options.seconds), options.jobs, len(todo))
+    # A mutant that ended its process before would end this one.
+    examined = Processes(options.jobs, OnSmoke(options.seconds))
     for at, one in enumerate(smoked(record, asked, todo, examined), 1):
         program = one.program.rpartition(" ")[0]
         print(f"{at}/{len(asked)} {one.smoke or 'no row of smoke kills it'}: {program}, {one.id}", flush=True)
