@@ -31,13 +31,13 @@ from conformance.kernels.mutants.campaign import (
     subjects,
 )
 from conformance.kernels.mutants.claims import claimed, held
-from conformance.kernels.mutants.journal import Ran
+from conformance.kernels.mutants.journal import COMPRESSED, Ran
 from conformance.kernels.mutants.mutant import ID, SYNCHRONISATION, Mutant
 from conformance.kernels.mutants.options import RUNS
-from conformance.kernels.mutants.processes import WORTH, Processes, pack, unpacked
+from conformance.kernels.mutants.processes import WORTH, Processes, pack, profile_of, unpacked
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunts
 from conformance.kernels.mutants.silicon import remember
-from conformance.kernels.mutants.smoke import SMOKE, OnSmoke, smoked, todo_of, unanswered
+from conformance.kernels.mutants.smoke import SMOKE, OnSmoke, answered, smoked, todo_of, unanswered
 from conformance.kernels.mutants.table import (
     DROPS,
     RECORD,
@@ -79,7 +79,8 @@ def perform(options: argparse.Namespace, given: Sequence[str]) -> int:
             with closing(Watch(*(options.record or ()))) as record:
                 return followed(record, options.unmutated, given, watch(record, options.unmutated, options.seconds))
         if options.pack:
-            return _pack(_programs(_selection(options)), options.pack)
+            whole = "" if options.case or options.where else options.profile
+            return _pack(_programs(_selection(options)), options.pack, whole)
         if options.drops:
             DROPS.write_text(drops_table({target: drops(target) for target in DROPPED}, reasons()), "utf-8")
             print(f"{DROPS} is written")
@@ -148,12 +149,12 @@ def _argued(record: Record, options: argparse.Namespace) -> int:
 
 def _place(record: Path, part: argparse.Namespace | None) -> tuple[Path, bool]:
     """Where the table of a record, or of a part of it, is written; whether it is the tracked one."""
-    stem = record.name.partition(".")[0]
+    stem = record.name.removesuffix(COMPRESSED).removesuffix(".jsonl")
+    ours = record.resolve() in (RECORD, RECORD.with_suffix(""))
     if part is None:
-        ours = record.resolve() in (RECORD, RECORD.with_suffix(""))
         return TABLE if ours else record.with_name(f"{stem}.md"), ours
     names = [name for given in (part.backend, part.target, part.op, part.program) for name in given or ()]
-    folder = RUNS.parent if record.resolve() == RECORD else record.parent
+    folder = RUNS.parent if ours else record.parent
     return folder / f"{stem}-{file_name('-'.join(names))}.md", False
 
 
@@ -166,6 +167,8 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
     selection, schedules = _selection(options), tuple(options.schedule or SCHEDULES)
     shard, parts = Nth.parse(options.shard), tuple(options.program or ())
     plan = Plan(selection, options.sync, options.others, options.seed, shard, parts)
+    if options.search is None and not options.id and not options.text:
+        record.check_written()
     programs = unpacked(options.packed) if options.packed else _programs(selection)
     if options.search is not None:
         return _search(record, plan, programs, Effort(options.search, options.seconds or 60.0, schedules))
@@ -211,9 +214,9 @@ def _examiner(options: argparse.Namespace, schedules: Sequence[str], mutants: in
     return Processes(options.jobs, here) if options.jobs > 1 and mutants >= 2 * WORTH else here
 
 
-def _pack(programs: Sequence[Subject], folder: Path) -> int:
+def _pack(programs: Sequence[Subject], folder: Path, profile: str) -> int:
     """Writes the programs of a selection to files, for a host that cannot build them."""
-    for at, path in enumerate(pack(programs, folder), 1):
+    for at, path in enumerate(pack(programs, folder, profile), 1):
         print(f"{at}/{len(programs)} {path}: {programs[at - 1].name}", flush=True)
     return 0
 
@@ -293,6 +296,7 @@ def drawn_of(one: Hunt) -> str:
 
 def _amended(record: Record, options: argparse.Namespace, given: Sequence[str]) -> int:
     """Drops programs that are built no more; runs the rows of the profile smoke."""
+    record.check_written()
     if options.forget:
         remember({str(one.id): one.killed for one in record.results})
         for name in built_no_more(chosen(record, options)):
@@ -308,21 +312,33 @@ def _ask_smoke(record: Record, options: argparse.Namespace, given: Sequence[str]
     of smoke killed before."""
     same = equivalent(survivors(record.results, reasons()))
     asked = unanswered([one for one in chosen(record, options) if one.id not in same], again=options.again)
-    if options.packed:
-        programs = unpacked(options.packed)
-    else:
-        # Smoke has the rows of registered backends; `megamoe run --backend` gives a user's backend the same rows.
-        own = tuple(dict.fromkeys(one.backend for one in asked if one.theirs))
-        programs = subjects(replace(SMOKE, backends=own)) if own else []
-        programs += subjects(SMOKE) if any(not one.theirs for one in asked) else []
+    programs = unpacked(options.packed) if options.packed else _of_smoke(asked)
+    if options.packed and profile_of(options.packed) != SMOKE.profile:
+        raise ValueError(f"{options.packed} may lack rows of smoke; pack it without --profile, --case and --where")
     todo = todo_of(asked, programs)
     if asked:
         record.append(Ran.now(given, len(asked)))
+    built = {mutant.id for _, mutant in todo}
+    for one in asked:
+        if not options.packed and one.id not in built:
+            # Smoke does not build its program.
+            answered(record, one.id, "")
     # A mutant that ended its process before would end this one.
     examined = Processes(options.jobs, OnSmoke(options.seconds))
-    for at, one in enumerate(smoked(record, asked, todo, examined), 1):
+    for at, one in enumerate(smoked(record, todo, examined), 1):
         program = one.program.rpartition(" ")[0]
-        print(f"{at}/{len(asked)} {one.smoke or 'no row of smoke kills it'}: {program}, {one.id}", flush=True)
+        print(f"{at}/{len(todo)} {one.smoke or 'no row of smoke kills it'}: {program}, {one.id}", flush=True)
+    left = len(unanswered([record.by_id[one.id] for one in asked]))
+    where = " or in no program of the pack" if options.packed else ""
+    print(f"{record.path}: {counted(len(asked), 'mutant')} without an answer before; {left} left to run{where}")
+
+
+def _of_smoke(asked: Sequence[Outcome]) -> list[Subject]:
+    """The programs of smoke of the backends of some mutants."""
+    # Smoke has the rows of registered backends; `megamoe run --backend` gives a user's backend the same rows.
+    own = tuple(dict.fromkeys(one.backend for one in asked if one.theirs))
+    programs = subjects(replace(SMOKE, backends=own)) if own else []
+    return programs + (subjects(SMOKE) if any(not one.theirs for one in asked) else [])
 
 
 def _alone(

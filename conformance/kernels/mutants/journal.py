@@ -70,6 +70,8 @@ class Journal(Generic[Kept]):
     def _read(self, kind: type[Kept], path: Path) -> None:
         held = path.read_bytes() if path.exists() else b""
         if path.suffix == COMPRESSED:
+            if not path.exists():
+                raise ValueError(f"{path} does not exist, and a compressed record is only read")
             try:
                 held = lzma.decompress(held)
             except lzma.LZMAError as error:
@@ -98,6 +100,13 @@ class Journal(Generic[Kept]):
         """One result of each id."""
         return list(self.by_id.values())
 
+    def check_written(self) -> None:
+        """RecordError if nothing can be appended, as the file is compressed."""
+        if self.path.suffix == COMPRESSED:
+            raise RecordError(
+                f"{self.path} is compressed and only read; `xz -dk` it and name the unpacked file with --record"
+            )
+
     def append(self, line: Kept | Ran) -> None:
         """Appends a line. RecordError if another process writes the file, or has written it since it was read."""
         os.write(self._own(), _text(line).encode())
@@ -123,10 +132,7 @@ class Journal(Generic[Kept]):
 
     def _own(self) -> int:
         """Returns the open file, locked against other writers, positioned after its last whole line."""
-        if self.path.suffix == COMPRESSED:
-            raise RecordError(
-                f"{self.path} is compressed and only read; `xz -dk` it and name the other file with --record"
-            )
+        self.check_written()
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             opened = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -45,7 +45,7 @@ def parsed(given: list[str]) -> argparse.Namespace:
     _add_others(parser.add_argument_group("instead of a campaign"))
     options = parser.parse_args(given)
     idle = [one for one in PACKED_HAS if getattr(options, one) not in (None, parser.get_default(one))]
-    if options.packed and idle:
+    if options.packed and idle and not (options.smoke and idle[0] in READS["smoke"]):
         parser.error(f"--packed has its programs and cases already, so --{idle[0]} would do nothing")
     for mode, read in READS.items():
         idle = [one for one in SELECTING if getattr(options, one) and one not in read]

@@ -36,6 +36,8 @@ MAX_UNBORN = 3
 WORTH = 16
 """Mutants for which another process repays its start, and its runs of the unchanged program."""
 _SUFFIX = ".program"
+_PROFILE = "profile"
+"""The file of a pack with the name of its profile."""
 CaseProgram = tuple[str, Program | HostProgram]
 """The id of a case and its program."""
 
@@ -80,11 +82,15 @@ class Packed:
             part.rename(path)
 
 
-def pack(programs: Sequence[Subject], folder: Path) -> Iterator[Path]:
-    """Writes each program, with all that a campaign builds of it, to a file in `folder`. ValueError if one is there."""
+def pack(programs: Sequence[Subject], folder: Path, profile: str = "") -> Iterator[Path]:
+    """Writes each program, with all that a campaign builds of it, to a file in `folder`. ValueError if one is there.
+
+    `profile`: the profile of which each program has all rows, if there is one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if there := sorted(folder.glob(f"*{_SUFFIX}")):
         raise ValueError(f"{there[0]} is of an earlier call; name another folder")
+    (folder / _PROFILE).write_text(profile, "utf-8")
     for at, one in enumerate(programs, 1):
         path = folder / f"{at:04}{_SUFFIX}"
         Packed.of(one, few=True).write(path)
@@ -100,6 +106,12 @@ def unpacked(folder: Path) -> list[Subject]:
     if not paths:
         raise ValueError(f"{folder} has no programs; --pack writes them")
     return [_read(path) for path in paths]
+
+
+def profile_of(folder: Path) -> str:
+    """The profile of which the programs of a pack have all rows; "" if that is unknown."""
+    path = folder / _PROFILE
+    return path.read_text("utf-8") if path.exists() else ""
 
 
 @lru_cache(maxsize=1)

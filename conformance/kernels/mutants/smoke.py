@@ -87,18 +87,14 @@ def todo_of(asked: Sequence[Outcome], programs: Sequence[Subject]) -> Todo:
     return [(one, each) for one in programs for each in mutants(one.built[0].program) if each.id in ids]
 
 
-def smoked(record: Record, asked: Sequence[Outcome], todo: Todo, examined: Examiner) -> Iterator[Outcome]:
-    """Runs the rows of smoke on the mutants `todo` of `asked`, and records the answers. Smoke does not build the
-    programs of the others, so it kills none of these."""
-    built = {each.id for _, each in todo}
-    for one in asked:
-        if one.id not in built:
-            yield _answered(record, one.id, "")
+def smoked(record: Record, todo: Todo, examined: Examiner) -> Iterator[Outcome]:
+    """Runs the rows of smoke on the mutants `todo`, and records the answers."""
     for outcome in examined(todo):
-        yield _answered(record, outcome.id, outcome.check if outcome.check == CRASHED else outcome.smoke or "")
+        yield answered(record, outcome.id, outcome.check if outcome.check == CRASHED else outcome.smoke or "")
 
 
-def _answered(record: Record, name: str, check: str) -> Outcome:
-    answered = replace(record.by_id[name], smoke=check)
-    record.append(answered)
-    return answered
+def answered(record: Record, name: str, check: str) -> Outcome:
+    """Records the check of smoke that kills a mutant, "" for none."""
+    outcome = replace(record.by_id[name], smoke=check)
+    record.append(outcome)
+    return outcome

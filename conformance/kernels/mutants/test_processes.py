@@ -114,6 +114,9 @@ def test_a_campaign_runs_what_was_packed(tmp_path: Path, capsys: pytest.CaptureF
     asked = ["--schedule", "eager", "--sync", "4", "--others", "0", "--jobs", "1"]
     assert main(["--packed", folder, *asked, "--record", record]) == 0
     assert "4 mutants took" in capsys.readouterr().out
+    assert main(["--smoke", "--packed", folder, "--record", record]) == 2
+    assert "may lack rows of smoke" in (told := capsys.readouterr().err), told
+    (tmp_path / "programs" / "profile").write_text("smoke")
     assert main(["--smoke", "--packed", folder, "--record", record]) == 0
     unasked = [one.id for one in Record(Path(record)).results if check_of(one) is None and not argued(one)]
     assert not unasked, f"smoke was not asked about {unasked}: {capsys.readouterr().out}"
