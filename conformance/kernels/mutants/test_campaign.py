@@ -73,9 +73,10 @@ def _an_earlier_arrival(program: Program | HostProgram) -> Mutant:
 
 def test_a_sample_of_the_tool(program: Subject, tmp_path: Path) -> None:
     """Each survivor has a reason; and shards run each mutant once, whatever was run before."""
-    known = reasons()
+    # The tracked record did not draw the mutant of the last reason: a CTA has the tiles that a query sees, and the last sees a key.
+    known = [*reasons(), Reason("equivalent", "There is a key tile.", before="setp.le.u32 %beyond, %tiles, 0;")]
     record = Record(tmp_path / "mutants.jsonl")
-    plan = Plan(SELECTION, synchronisation=20, others=12, seed=14)
+    plan = Plan(SELECTION, synchronisation=20, others=12, seed=11)
     todo = planned(plan, [program])
     parts = [planned(replace(plan, shard=Nth(part, 3)), [program]) for part in (1, 2, 3)]
     assert sorted(one.id for part in parts for _, one in part) == sorted(one.id for _, one in todo)
