@@ -73,7 +73,7 @@ def _an_earlier_arrival(program: Program | HostProgram) -> Mutant:
 
 def test_a_sample_of_the_tool(program: Subject, tmp_path: Path) -> None:
     """Each survivor has a reason; and shards run each mutant once, whatever was run before."""
-    # The tracked record did not draw the mutant of the last reason. The last query of a CTA sees a key, so it has a tile.
+    # The tracked record did not draw the mutant of the last reason. The last query of a CTA sees a key, so it has one.
     known = [*reasons(), Reason("equivalent", "There is a key tile.", before="setp.le.u32 %beyond, %tiles, 0;")]
     record = Record(tmp_path / "mutants.jsonl")
     plan = Plan(SELECTION, synchronisation=20, others=12, seed=11)
