@@ -48,10 +48,11 @@ _REGISTER = rf"{_NAME}(?:<{_COUNT}>)?"
 _REGISTERS = rf"\.reg[ \t]+(?:\.v[248][ \t]+)?{_TYPE}[ \t]+{_REGISTER}(?:{_COMMA}{_REGISTER})*[ \t]*;"
 _ALIGN = rf"\.align[ \t]+{_COUNT}"
 _VARIABLE = rf"\.(?:shared|local|param)[ \t]+(?:{_ALIGN}[ \t]+)?{_TYPE}[ \t]+{_NAME}(?:\[{_COUNT}\])?[ \t]*;"
-_GAP = r"[ \t\r\n]*+(?://[^\n]*+\n[ \t\r\n]*+)*+"
+# No possessive groups: after one, Python 3.11.2 lets a negative lookahead pass that fails.
+_GAP = r"[ \t\r\n]*+(?://[^\n]*+\n[ \t\r\n]*+)*"
 _LABEL = rf"{_NAME}:(?!:)"
 # A label before anything but an instruction is left to the grammar: it may name a list of branch targets.
-_STATEMENT = rf"(?:(?:{_LABEL}{_GAP})*+{_INSTRUCTION}|{_REGISTERS}|{_VARIABLE}){_GAP}"
+_STATEMENT = rf"(?:(?:{_LABEL}{_GAP})*{_INSTRUCTION}|{_REGISTERS}|{_VARIABLE}){_GAP}"
 _RUN = f"(?>{_STATEMENT})+".replace("/", r"\/")
 
 TERMINAL: Final = "PLAIN"
