@@ -32,7 +32,8 @@ if [ ! -f $site/ready ] && [ -f {folder}/{part} ]; then
   mkdir -p $parts && cp {folder}/{part} $parts/
   if [ "$(ls $parts | wc -l)" = {parts} ]; then
     cat $parts/part.* | python3 -c "import sys, tarfile; \\
-tarfile.open(fileobj=sys.stdin.buffer, mode='r|xz').extractall('$site', filter='data')" &&
+safe = {{'filter': 'data'}} if hasattr(tarfile, 'data_filter') else {{}}; \\
+tarfile.open(fileobj=sys.stdin.buffer, mode='r|xz').extractall('$site', **safe)" &&
       touch $site/ready || echo "unpacking the peers failed" >&2
   fi
 fi
