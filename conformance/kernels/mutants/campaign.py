@@ -714,10 +714,15 @@ class Here:
         for subject, mutant in todo:
             if self.seconds is not None and time.process_time() - begun > self.seconds:
                 return
-            before, limit = subject.spent, self.excused_seconds
-            outcome = examine(subject, mutant, self.schedules, argued=self.argued, excused_seconds=limit)
+            before = subject.spent
+            outcome = self.outcome(subject, mutant)
             self.unchanged += subject.spent - before
             yield outcome
+
+    def outcome(self, subject: Subject, mutant: Mutant) -> Outcome:
+        """What becomes of one mutant."""
+        limit = self.excused_seconds
+        return examine(subject, mutant, self.schedules, argued=self.argued, excused_seconds=limit)
 
 
 def run(todo: Todo, record: Record, examined: Examiner, *, again: bool = False) -> Iterator[Outcome]:

@@ -37,7 +37,7 @@ from conformance.kernels.mutants.options import RUNS
 from conformance.kernels.mutants.processes import WORTH, Processes, pack, profile_of, unpacked
 from conformance.kernels.mutants.search import Effort, Hunt, as_row, hunts
 from conformance.kernels.mutants.silicon import remember
-from conformance.kernels.mutants.smoke import SMOKE, OnSmoke, answered, smoked, todo_of, unanswered
+from conformance.kernels.mutants.smoke import SMOKE, OnSmoke, answered, smoked, unanswered
 from conformance.kernels.mutants.table import (
     DROPS,
     RECORD,
@@ -168,7 +168,7 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
     shard, parts = Nth.parse(options.shard), tuple(options.program or ())
     plan = Plan(selection, options.sync, options.others, options.seed, shard, parts)
     if options.search is None and not options.id and not options.text:
-        record.check_written()
+        record.check_writable()
     programs = unpacked(options.packed) if options.packed else _programs(selection)
     if options.search is not None:
         return _search(record, plan, programs, Effort(options.search, options.seconds or 60.0, schedules))
@@ -296,7 +296,7 @@ def drawn_of(one: Hunt) -> str:
 
 def _amended(record: Record, options: argparse.Namespace, given: Sequence[str]) -> int:
     """Drops programs that are built no more; runs the rows of the profile smoke."""
-    record.check_written()
+    record.check_writable()
     if options.forget:
         remember({str(one.id): one.killed for one in record.results})
         for name in built_no_more(chosen(record, options)):
@@ -312,10 +312,11 @@ def _ask_smoke(record: Record, options: argparse.Namespace, given: Sequence[str]
     of smoke killed before."""
     same = equivalent(survivors(record.results, reasons()))
     asked = unanswered([one for one in chosen(record, options) if one.id not in same], again=options.again)
-    programs = unpacked(options.packed) if options.packed else _of_smoke(asked)
     if options.packed and profile_of(options.packed) != SMOKE.profile:
         raise ValueError(f"{options.packed} may lack rows of smoke; pack it without --profile, --case and --where")
-    todo = todo_of(asked, programs)
+    programs = unpacked(options.packed) if options.packed else _of_smoke(asked)
+    ids = {one.id for one in asked}
+    todo = [pair for pair in planned(Plan(SMOKE, None, None), programs) if pair[1].id in ids]
     if asked:
         record.append(Ran.now(given, len(asked)))
     built = {mutant.id for _, mutant in todo}
@@ -324,7 +325,7 @@ def _ask_smoke(record: Record, options: argparse.Namespace, given: Sequence[str]
             # Smoke does not build its program.
             answered(record, one.id, "")
     # A mutant that ended its process before would end this one.
-    examined = Processes(options.jobs, OnSmoke(options.seconds))
+    examined = Processes(options.jobs, OnSmoke(SCHEDULES[:1], options.seconds))
     for at, one in enumerate(smoked(record, todo, examined), 1):
         program = one.program.rpartition(" ")[0]
         print(f"{at}/{len(todo)} {one.smoke or 'no row of smoke kills it'}: {program}, {one.id}", flush=True)

@@ -100,7 +100,7 @@ class Journal(Generic[Kept]):
         """One result of each id."""
         return list(self.by_id.values())
 
-    def check_written(self) -> None:
+    def check_writable(self) -> None:
         """RecordError if nothing can be appended, as the file is compressed."""
         if self.path.suffix == COMPRESSED:
             raise RecordError(
@@ -132,7 +132,7 @@ class Journal(Generic[Kept]):
 
     def _own(self) -> int:
         """Returns the open file, locked against other writers, positioned after its last whole line."""
-        self.check_written()
+        self.check_writable()
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             opened = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

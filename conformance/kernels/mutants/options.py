@@ -44,8 +44,10 @@ def parsed(given: list[str]) -> argparse.Namespace:
     _add_record(parser.add_argument_group("the record"))
     _add_others(parser.add_argument_group("instead of a campaign"))
     options = parser.parse_args(given)
-    idle = [one for one in PACKED_HAS if getattr(options, one) not in (None, parser.get_default(one))]
-    if options.packed and idle and not (options.smoke and idle[0] in READS["smoke"]):
+    given_ones = [one for one in PACKED_HAS if getattr(options, one) not in (None, parser.get_default(one))]
+    # With --smoke they select mutants of the record.
+    idle = [one for one in given_ones if not (options.smoke and one in READS["smoke"])]
+    if options.packed and idle:
         parser.error(f"--packed has its programs and cases already, so --{idle[0]} would do nothing")
     for mode, read in READS.items():
         idle = [one for one in SELECTING if getattr(options, one) and one not in read]

@@ -21,7 +21,6 @@ from pebble import ProcessExpired, ProcessPool
 
 from conformance.kernels.mutants.campaign import Built, Here, Outcome, Subject, Todo, lost
 from conformance.kernels.mutants.mutant import Mutant
-from conformance.kernels.mutants.smoke import OnSmoke
 from megamoe.contract import HostProgram, Program
 from megamoe.contract.scratch import scratch_folder, unfinished
 from megamoe.judge.worker import end_pool, had_no_turn, worker_pool
@@ -137,7 +136,7 @@ class _Examined:
     error: str = ""
 
 
-def _examine(path: Path, some: Sequence[Mutant], how: Here | OnSmoke) -> _Examined:
+def _examine(path: Path, some: Sequence[Mutant], how: Here) -> _Examined:
     begun, outcomes, error = time.process_time(), list[Outcome](), ""
     try:
         subject = _read(path)
@@ -170,7 +169,7 @@ class Processes:
     """
 
     jobs: int
-    how: Here | OnSmoke
+    how: Here
     unchanged: float = 0.0
     _spent: float = 0.0
     _unborn: int = 0

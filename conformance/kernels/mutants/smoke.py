@@ -6,16 +6,15 @@ the rows of smoke that build their program; if smoke does not build a program, i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import ClassVar
 
 from conformance.kernels.mutants.campaign import (
     CRASHED,
     SCHEDULES,
     Examiner,
+    Here,
     Outcome,
     Record,
     Subject,
@@ -23,7 +22,7 @@ from conformance.kernels.mutants.campaign import (
     killed_by,
     lived,
 )
-from conformance.kernels.mutants.mutant import Mutant, mutants
+from conformance.kernels.mutants.mutant import Mutant
 from megamoe.spec.load import load_specs
 from megamoe.spec.selection import Selection, owed_rows
 
@@ -55,36 +54,19 @@ def killer(subject: Subject, mutant: Mutant) -> str:
     return next((check for built, schedule in turns if (check := killed_by(subject, built, mutant, schedule)[0])), "")
 
 
-@dataclass(slots=True)
-class OnSmoke:
-    """Runs the rows of smoke on mutants, in their order, and begins none after `seconds` of processor time. The
-    outcomes tell `smoke`, and nothing else of the runs."""
+class OnSmoke(Here):
+    """Runs only the rows of smoke on each mutant. The outcomes tell `smoke`, and nothing else of the runs."""
 
-    seconds: float | None = None
-    unchanged: float = 0.0
-    schedules: ClassVar[Sequence[str]] = SCHEDULES[:1]
+    __slots__ = ()
 
-    def __call__(self, todo: Todo) -> Iterator[Outcome]:
-        """Outcomes in the order of `todo`."""
-        begun = time.process_time()
-        for subject, mutant in todo:
-            if self.seconds is not None and time.process_time() - begun > self.seconds:
-                return
-            before = subject.spent
-            check = killer(subject, mutant)
-            self.unchanged += subject.spent - before
-            yield replace(lived(subject, mutant), smoke=check)
+    def outcome(self, subject: Subject, mutant: Mutant) -> Outcome:
+        """What the rows of smoke do to one mutant."""
+        return replace(lived(subject, mutant), smoke=killer(subject, mutant))
 
 
 def unanswered(found: Sequence[Outcome], *, again: bool = False) -> list[Outcome]:
     """The mutants of which the record does not tell what smoke does. `again`: those that no smoke row killed, too."""
     return [one for one in found if (known := check_of(one)) is None or (again and not known)]
-
-
-def todo_of(asked: Sequence[Outcome], programs: Sequence[Subject]) -> Todo:
-    """The mutants of `asked` whose programs are among `programs`."""
-    ids = {one.id for one in asked}
-    return [(one, each) for one in programs for each in mutants(one.built[0].program) if each.id in ids]
 
 
 def smoked(record: Record, todo: Todo, examined: Examiner) -> Iterator[Outcome]:

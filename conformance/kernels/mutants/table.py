@@ -160,7 +160,7 @@ def table(
         "",
         "Synchronisation is drawn more often than the rest, so compare the shares by class.",
         "",
-        *_by_kernel(found, told),
+        *_by_kernel(found, equal),
         *(_of_our_programs(found) if ours else ()),
         "## By class",
         "",
@@ -326,9 +326,8 @@ def _by_smoke(found: Sequence[Outcome], equal: set[str]) -> list[str]:
     ]
 
 
-def _by_kernel(found: Sequence[Outcome], told: Sequence[tuple[Outcome, Reason | None]]) -> list[str]:
+def _by_kernel(found: Sequence[Outcome], equal: set[str]) -> list[str]:
     """Backends and targets side by side, with what the rows of smoke kill alone. Nothing if smoke was not asked."""
-    equal = equivalent(told)
     if any(check_of(one) is None for one in found if one.id not in equal):
         return []
     groups: dict[str, list[Outcome]] = {}
