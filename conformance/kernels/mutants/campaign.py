@@ -729,9 +729,15 @@ def run(todo: Todo, record: Record, examined: Examiner, *, again: bool = False) 
     """Examines the part of `todo` that `record` lacks, and records it. `again`: all of it, whatever the record has."""
     for outcome in examined([pair for pair in todo if again or pair[1].id not in record.by_id]):
         known = record.by_id.get(outcome.id)
-        kept = outcome if known is None else replace(outcome, smoke=known.smoke)
+        kept = outcome if known is None else _with_answers_of(outcome, known)
         record.append(kept)
         yield kept
+
+
+def _with_answers_of(outcome: Outcome, known: Outcome) -> Outcome:
+    """An outcome with what was asked before: the rows of smoke, and an assembler that this host may lack."""
+    same = known.same_code if outcome.same_code is None else outcome.same_code
+    return replace(outcome, smoke=known.smoke, same_code=same, reached=None if same else outcome.reached)
 
 
 DROPPED: Mapping[str, str] = {

@@ -14,16 +14,25 @@ goes on where the record ends."""
 RUNS = Path("results/mutants/campaign.jsonl")
 """Where a campaign writes without `--record`; not among the runs of `megamoe run`, which it is none of."""
 MAX_JOBS = 1024
+_OF_RECORD = ("op", "backend", "target", "program")
+_OF_SPECS = ("op", "case", "where", "backend", "target")
 READS = {
-    "table": ("op", "backend", "target", "program"),
-    "smoke": ("op", "backend", "target", "program", "packed"),
-    "forget": ("op", "backend", "target", "program"),
-    "argued": ("op", "backend", "target", "program"),
+    "table": _OF_RECORD,
+    "smoke": (*_OF_RECORD, "packed", "seconds", "jobs", "again"),
+    "forget": _OF_RECORD,
+    "argued": _OF_RECORD,
     "drops": (),
-    "unmutated": (),
-    "pack": ("op", "case", "where", "backend", "target"),
+    "unmutated": ("seconds",),
+    "pack": (*_OF_SPECS, "profile"),
+    "id": (*_OF_SPECS, "profile", "schedule", "packed"),
+    "text": (*_OF_SPECS, "profile", "schedule", "packed", "program"),
+    "search": (*_OF_SPECS, "profile", "schedule", "program", "seconds"),
 }
-"""Options that select programs or cases, by the option that reads only these."""
+"""Options of a campaign, by what is done instead of one and reads only these."""
+CAMPAIGN = ("packed", *_OF_SPECS, "program", "profile", "schedule", "sync", "others", "seed", "shard", "seconds",
+            "jobs", "excused", "again", "holes")  # fmt: skip
+PACKED_HAS = ("profile", *_OF_SPECS)
+"""Options that choose what is packed."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,26 +53,23 @@ def parsed(given: list[str]) -> argparse.Namespace:
     _add_record(parser.add_argument_group("the record"))
     _add_others(parser.add_argument_group("instead of a campaign"))
     options = parser.parse_args(given)
-    given_ones = [one for one in PACKED_HAS if getattr(options, one) not in (None, parser.get_default(one))]
+
+    def is_given(name: str) -> bool:
+        return getattr(options, name) != parser.get_default(name)
+
+    given_ones = [one for one in CAMPAIGN if is_given(one)]
+    for mode, read in READS.items():
+        idle = [one for one in given_ones if one not in read] if is_given(mode) else []
+        if idle:
+            these = f"only --{', --'.join(read)}" if read else "none of a campaign's options"
+            parser.error(f"--{mode} reads {these}, so --{idle[0]} would do nothing")
     # With --smoke they select mutants of the record.
-    idle = [one for one in given_ones if not (options.smoke and one in READS["smoke"])]
+    idle = [one for one in given_ones if one in PACKED_HAS and not (options.smoke and one in READS["smoke"])]
     if options.packed and idle:
         parser.error(f"--packed has its programs and cases already, so --{idle[0]} would do nothing")
-    for mode, read in READS.items():
-        idle = [one for one in SELECTING if getattr(options, one) and one not in read]
-        chosen = getattr(options, mode)
-        if chosen is not None and chosen is not False and options.packed and "packed" not in read:
-            parser.error(f"--{mode} does not read --packed, so that would do nothing")
-        if chosen is not None and chosen is not False and idle:
-            these = f"only --{', --'.join(read)}" if read else "no option that selects, as its programs are fixed"
-            parser.error(f"--{mode} reads {these}, so --{idle[0]} would do nothing")
     return options
 
 
-SELECTING = ("op", "case", "where", "backend", "target", "schedule", "program")
-"""Options that select programs, cases or schedules."""
-PACKED_HAS = ("profile", "op", "case", "where", "backend", "target", "search")
-"""Options that choose what is packed, or build more."""
 _Group = argparse._ArgumentGroup  # pyright: ignore[reportPrivateUsage]
 
 

@@ -43,7 +43,8 @@ class Reason:
     "equivalent": no run on silicon can tell, and `why` argues it. "hole": a check or a case is missing. `reached`: the
     reason is about mutants of lines that a case executes with its findings collected (true), or that no case does
     (false). `same_bits`: all outputs of the case in the name of the mutant's program equal the program's own, bit for
-    bit; test_survivors.py runs them. `any_program`: it rests on PTX alone, not on how our programs are made.
+    bit; test_survivors.py runs them. `law`: the test that checks `why`, of test_survivors.py or `file::test`.
+    `any_program`: it rests on PTX alone, not on how our programs are made.
     """
 
     verdict: Literal["equivalent", "hole"]
@@ -54,6 +55,7 @@ class Reason:
     program: Globs = "*"
     reached: bool | None = None
     same_bits: bool = False
+    law: str = ""
     any_program: bool = False
 
     def explains(self, one: Outcome) -> bool:
@@ -110,6 +112,18 @@ def survivors(found: Iterable[Outcome], known: Sequence[Reason]) -> list[tuple[O
     return [(one, reason_of(one, known)) for one in found if not one.killed]
 
 
+def checked_by(one: Outcome, why: Reason) -> str:
+    """What checks that a survivor is equivalent, in words; "" for nothing."""
+    if one.same_code:
+        return "ptxas"
+    if why.law:
+        return f"`{why.law.rpartition(':')[2]}`"
+    if why.same_bits:
+        return "the same bits"
+    # The machine reports a missing order, not an output that nobody reads.
+    return "its run" if why.reached and one.kind in SYNCHRONISATION else ""
+
+
 def excuses(why: Reason | None) -> TypeGuard[Reason]:
     """Whether a survivor of this reason is equivalent."""
     return why is not None and why.verdict == "equivalent"
@@ -156,6 +170,7 @@ def table(
         _sum("All", found, equal),
         _sum("Synchronisation only", ordering, equal),
         *_turns_of_excused(found, ordering, equal),
+        *_checked(told),
         *_by_smoke(found, equal),
         "",
         "Synchronisation is drawn more often than the rest, so compare the shares by class.",
@@ -193,8 +208,12 @@ def table(
         *_holes(told),
         "## Survivors that are equivalent",
         "",
-        "| why | mutants | classes |",
-        "|---|---|---|",
+        "What checks it: ptxas, which makes the same machine code; the same bits, which `--argued` runs and compares;",
+        "its run, in which the machine executed the line with its findings collected and had none of a missing order;",
+        "or a test of `test_survivors.py`, or of the file that `survivors.yaml` names.",
+        "",
+        "| why | checked by | mutants | classes |",
+        "|---|---|---|---|",
         *_equivalents(told),
         "",
         *_wrongly_excused(found, known),
@@ -295,6 +314,13 @@ def _turns_of_excused(found: Sequence[Outcome], ordering: Sequence[Outcome], equ
     return lines
 
 
+def _checked(told: Sequence[tuple[Outcome, Reason | None]]) -> list[str]:
+    """How many survivors are equivalent by what kind of check."""
+    ways = [checked_by(one, why) for one, why in told if excuses(why)]
+    by = Counter("a test" if way.startswith("`") else way for way in ways).most_common()
+    return [f"What checks that they are equivalent: {', '.join(f'{way} {many:,}' for way, many in by)}."] if by else []
+
+
 def _wrongly_excused(found: Iterable[Outcome], known: Sequence[Reason]) -> list[str]:
     """Mutants that died after their first turns although they were excused, with what still excuses them."""
     lines: list[str] = []
@@ -384,13 +410,13 @@ def _holes(told: Sequence[tuple[Outcome, Reason | None]]) -> list[str]:
 
 
 def _equivalents(told: Sequence[tuple[Outcome, Reason | None]]) -> list[str]:
-    groups: dict[str, list[Outcome]] = {}
+    groups: dict[tuple[str, str], list[Outcome]] = {}
     for one, why in told:
         if excuses(why):
-            groups.setdefault(why.why, []).append(one)
+            groups.setdefault((why.why, checked_by(one, why)), []).append(one)
     return [
-        f"| {why} | {len(members)} | {', '.join(sorted({one.kind for one in members}))} |"
-        for why, members in groups.items()
+        f"| {why} | {how} | {len(members)} | {', '.join(sorted({one.kind for one in members}))} |"
+        for (why, how), members in groups.items()
     ]
 
 

@@ -196,13 +196,21 @@ def test_a_survivor_is_printed_with_its_reason() -> None:
         (["--sycn", "all"], "unrecognized arguments: --sycn all"),
         (["--table", "--case", "fmha:hd=64,t=1,s_k=1"], "--table reads only --op, --backend, --target, --program, so"),
         (["--smoke", "--schedule", "lazy"], "so --schedule would do nothing"),
+        (["--smoke", "--sync", "all"], "so --sync would do nothing"),
+        (["--smoke", "--shard", "1/2"], "so --shard would do nothing"),
+        (["--table", "--excused", "0"], "so --excused would do nothing"),
+        (["--id", "1a2b3c4d5e6f/drop/79.0", "--holes"], "so --holes would do nothing"),
+        (["--search", "3", "--others", "7"], "so --others would do nothing"),
         (["--search", "0"], "'0' is no number from 1 on"),
         (["--unmutated", "0"], "'0' is no number from 1 on"),
         (["--jobs", "0"], "'0' is no number of processes from 1 to 1024"),
         (["--packed", "there", "--case", "fmha:hd=64,t=1,s_k=1"], "so --case would do nothing"),
-        (["--packed", "there", "--table"], "--table does not read --packed"),
+        (
+            ["--packed", "there", "--table"],
+            "so --packed would do nothing",
+        ),
         (["--pack", "there", "--program", "hd=64"], "so --program would do nothing"),
-        (["--unmutated", "3", "--backend", "ptx"], "its programs are fixed, so --backend would do nothing"),
+        (["--unmutated", "3", "--backend", "ptx"], "--unmutated reads only --seconds, so --backend would do nothing"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
