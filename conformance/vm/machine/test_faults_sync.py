@@ -220,18 +220,18 @@ def test_arrivals_that_follow_by_way_of_another_cta_are_fine() -> None:
 
 HALF = "setp.lt.u32 %p1, %lane, 16;\n"
 DIVERGED = {
-    "bar.sync": (HALF + "@%p1 bar.sync 0; //!", "barrier 0", "lane 16"),
+    "bar.sync": (HALF + "@%p1 bar.sync 0; //!\nbar.sync 1;", "barrier 0", "lane 16", "wait at PTX line"),
     "shfl": (HALF + "@%p1 shfl.sync.idx.b32 %r1, %tx, 0, 31, 0xffffffff; //!", "names lanes [16, 17"),
     "shfl from a lane that is not active": (
         HALF + "@%p1 shfl.sync.idx.b32 %r1, %tx, 20, 31, 0xffff; //!",
         "reads lane 20",
     ),
     "shfl of all lanes in one side of a branch": (
-        HALF + "@!%p1 bra JOIN;\nshfl.sync.idx.b32 %r1, %tx, 0, 31, 0xffffffff; //!\nJOIN:",
+        HALF + "@!%p1 bra JOIN;\nshfl.sync.idx.b32 %r1, %tx, 0, 31, 0xffffffff; //!\nJOIN: bar.sync 0;",
         "names lanes [16, 17",
     ),
     "shfl of all lanes in the other side of a branch": (
-        HALF + "@%p1 bra JOIN;\nshfl.sync.bfly.b32 %r1, %tx, 1, 31, 0xffffffff; //!\nbra.uni JOIN;\nJOIN:",
+        HALF + "@%p1 bra JOIN;\nshfl.sync.bfly.b32 %r1, %tx, 1, 31, 0xffffffff; //!\nbra.uni JOIN;\nJOIN: bar.sync 0;",
         "names lanes [0, 1,",
     ),
     "shfl of all lanes once on each side of a branch": (
@@ -241,9 +241,9 @@ DIVERGED = {
     ),
     "vote": (HALF + "@%p1 vote.sync.ballot.b32 %r1, %p1, 0xffffffff; //!", "names lanes [16, 17"),
     "elect": (HALF + "@%p1 elect.sync _|%p2, 0xffffffff; //!", "names lanes [16, 17"),
-    "setmaxnreg": (HALF + "@%p1 setmaxnreg.dec.sync.aligned.u32 40; //!", "setmaxnreg", "lane 16"),
+    "setmaxnreg": (HALF + "@%p1 setmaxnreg.dec.sync.aligned.u32 40; //!\nbar.sync 0;", "setmaxnreg", "lane 16"),
     "in one side of a branch": (
-        HALF + "@%p1 bra LOW;\nbra JOIN;\nLOW: bar.sync 0; //!\nJOIN: ret;",
+        HALF + "@%p1 bra LOW;\nbra JOIN;\nLOW: bar.sync 0; //!\nJOIN: bar.sync 1;\nret;",
         "barrier 0",
     ),
 }
