@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, reduce
+from functools import cache, cached_property, lru_cache, reduce
 from itertools import pairwise
 from operator import or_
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
@@ -164,11 +164,19 @@ class Block:
     def together(self) -> int:
         """The lanes, as bits, that execute an instruction of the block together unless they have exited."""
         if self._together is None:
-            self._together = reduce(or_, map(_together, self.instructions), 0)
+            self._together = reduce(or_, map(lanes_together, self.instructions), 0)
         return self._together
 
 
-def _together(one: Instruction) -> int:
+@lru_cache(maxsize=256)
+def lanes_in(bits: int) -> npt.NDArray[np.bool_]:
+    """The lanes that `bits` have, read-only."""
+    lanes = (bits >> np.arange(LANES) & 1).astype(np.bool_)
+    lanes.setflags(write=False)
+    return lanes
+
+
+def lanes_together(one: Instruction) -> int:
     """The lanes, as bits, that an instruction waits for: all for an `.aligned` one, and those of a constant membermask.
 
     The barrier of a cluster counts threads, whatever its spelling.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from operator import length_hint
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -39,6 +39,7 @@ from backends.vm.machine.code import (
     Wait,
     first_lanes,
     index_of,
+    lanes_in,
 )
 from backends.vm.machine.engine import CopyGroups
 from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters
@@ -165,14 +166,6 @@ def merged(strands: list[Strand]) -> list[Strand]:
 def bits_of(lanes: Mask) -> int:
     """Lanes as bits."""
     return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
-
-
-@lru_cache(maxsize=256)
-def lanes_in(bits: int) -> Mask:
-    """The lanes that `bits` have, read-only."""
-    lanes = (bits >> np.arange(LANES) & 1).astype(np.bool_)
-    lanes.setflags(write=False)
-    return lanes
 
 
 class Warp:
