@@ -66,6 +66,8 @@ It does NOT notice, and why:
   as known to the lanes of its warp that meet later. A lane that waits behind others counts as knowing what they know.
   Strong accesses are never checked by lane, as they race with nothing here, nor are operands of the tensor core,
   whichever lane issues it, and sources in global memory of another lane's cp.async.
+- An `.aligned` instruction, or a shfl.sync or vote with a constant mask, that some lanes skip and then exit: whoever
+  executes it waits for all non-exited threads.
 - In global memory: a race with any but the last reader of a byte (a mark holds one; the schedules of `megamoe check`
   let different readers come last).
 - Of tensor maps in global memory: a change while a prefetch reads the map, or while a load does whose thread has waited
@@ -93,8 +95,8 @@ It refuses, although silicon may run it:
 - an undefined value that is left in memory other than a workspace, even if the host never reads it;
 - a dependent launch that, before its own wait, touches what a launch further back did, even if the launch in between
   waited before it launched its dependents;
-- an `.aligned` instruction behind a loop in which some lanes of a warp neither change memory, copy nor wait for 4096
-  blocks: they count as spinning (machine/warp.py);
+- lanes that poll for what others of their warp store right before an instruction that needs all of them: those do not
+  begin the straight code around it before all are there (machine/warp.py);
 - a launch that waits for what a later launch or the host does while it runs: launches run one after another, so it is
   a `deadlock`.
 

@@ -19,7 +19,19 @@ from backends.vm.bind.forms import Form, bind_in_ring, find
 from backends.vm.bind.lanes import RunFinder
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, UnknownInstructionError, counted
-from backends.vm.machine.code import HANDLED, LANES, NEXT, Block, BoundFunction, Code, Key, RegisterRows, Step
+from backends.vm.machine.code import (
+    HANDLED,
+    LANES,
+    NEXT,
+    Block,
+    BoundFunction,
+    Code,
+    Key,
+    RegisterRows,
+    Step,
+    lanes_in,
+    lanes_together,
+)
 from backends.vm.memory.shared import RESERVED
 from backends.vm.ptx.ast import Function, Instruction, Module, Symbol, Variable
 
@@ -97,8 +109,11 @@ def jump_if(target: int, after: int, guard: tuple[int, bool]) -> Step:
     return run
 
 
-def guarded_tail(tail: Step, guard: tuple[int, bool], after: int) -> Step:
-    """`@%p` before an instruction that may wait: lanes that do not take part go on after it."""
+def guarded_tail(tail: Step, guard: tuple[int, bool], after: int, together: int) -> Step:
+    """`@%p` before an instruction that may wait: lanes that do not take part go on after it.
+
+    `together`: the lanes that must not skip it while others execute it, as bits.
+    """
     row, negated = guard
 
     def run(warp: Warp) -> object:
@@ -108,6 +123,9 @@ def guarded_tail(tail: Step, guard: tuple[int, bool], after: int) -> Step:
             return after
         if not count_nonzero(lanes != warp.mask):
             return tail(warp)
+        if together and count_nonzero(lanes_in(together) & warp.mask & ~lanes):
+            # The lanes that skip it are not elsewhere; they will not come. This raises `diverged`.
+            return warp.in_lanes(lanes, tail)
         warp.split((warp.block, lanes), (after, warp.mask & ~lanes))
         return HANDLED
 
@@ -314,7 +332,7 @@ def _controlled(function: Function, item: Bound, after: int, block_of: Mapping[i
         return jump_by(item.step, table, item.guard, after)
     if item.form.control == "exit":
         return guarded_leave(item.guard) if item.guard else leave
-    return guarded_tail(item.step, item.guard, after) if item.guard else item.step
+    return guarded_tail(item.step, item.guard, after, lanes_together(item.instruction)) if item.guard else item.step
 
 
 def _align(offset: int, align: int) -> int:

@@ -15,7 +15,7 @@ from backends.vm.bind.forms import Step, opcode
 from backends.vm.bind.lanes import Cell, truth, writes
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
-from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Key
+from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Key, lanes_in
 from backends.vm.machine.undefined import all_bits, lanes_of, no_bits
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.lane_releases import EVERY
@@ -27,13 +27,6 @@ Lanes = npt.NDArray[np.bool_]
 
 _LANE = np.arange(LANES, dtype=np.int64)
 _ALL_NAME_ALL = b"\xff" * 4 * LANES
-
-
-@lru_cache(maxsize=256)
-def _lanes_of(bits: int) -> Lanes:
-    lanes = (bits >> _LANE & 1).astype(np.bool_)
-    lanes.setflags(write=False)
-    return lanes
 
 
 def member_groups(b: Binder, operand: Operand, *, orders: bool = True) -> Callable[[Warp], list[Lanes]]:
@@ -48,7 +41,7 @@ def member_groups(b: Binder, operand: Operand, *, orders: bool = True) -> Callab
     what = b.instruction.opcode
 
     def group(warp: Warp, bits: int, executing: Lanes) -> Lanes:
-        named = _lanes_of(bits) & warp.alive
+        named = lanes_in(bits) & warp.alive
         if np.array_equal(named, executing):
             return named
         if count_nonzero(executing & ~named):
@@ -62,7 +55,7 @@ def member_groups(b: Binder, operand: Operand, *, orders: bool = True) -> Callab
         masks = warp.u32[row]
         warp.meetings += orders
         if warp.where is True and masks.tobytes() == _ALL_NAME_ALL:
-            return [_lanes_of(EVERY)]
+            return [lanes_in(EVERY)]
         first = masks[warp.mask.argmax()]
         if not count_nonzero(masks != first):
             return [group(warp, int(first), warp.mask)]

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache, reduce
 from itertools import pairwise
+from operator import or_
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from backends.vm.counting import address_of
 from backends.vm.machine.paths import Deciding, idle_waits
 from backends.vm.memory.shared import dynamic_offset
-from backends.vm.ptx.ast import Function, Instruction, Variable
+from backends.vm.ptx.ast import Function, Immediate, Instruction, Variable
 from backends.vm.ptx.functions import SEPARATOR
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class Block:
     _often: int = field(init=False, default_factory=lambda: OFTEN)
     _carriers: Sequence[Carrier] | None = field(init=False, default=None)
     _touched: frozenset[Key] | None = field(init=False, default=None)
+    _together: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.quick = self.steps
@@ -158,6 +160,35 @@ class Block:
         if self._touched is None:
             self._touched = self.find_touched()
         return self._touched
+
+    def together(self) -> int:
+        """The lanes, as bits, that execute an instruction of the block together unless they have exited."""
+        if self._together is None:
+            self._together = reduce(or_, map(lanes_together, self.instructions), 0)
+        return self._together
+
+
+@lru_cache(maxsize=256)
+def lanes_in(bits: int) -> npt.NDArray[np.bool_]:
+    """The lanes that `bits` have, read-only."""
+    lanes = (bits >> np.arange(LANES) & 1).astype(np.bool_)
+    lanes.setflags(write=False)
+    return lanes
+
+
+def lanes_together(one: Instruction) -> int:
+    """The lanes, as bits, that an instruction waits for: all for an `.aligned` one, and those of a constant membermask.
+
+    The barrier of a cluster counts threads, whatever its spelling.
+    """
+    name, *words = one.parts
+    if name in ("bar", "barrier") and words[:1] in (["warp"], ["cluster"]):
+        return 0
+    if name == "bar" or "aligned" in words:
+        return (1 << LANES) - 1
+    if name in ("shfl", "vote", "match", "redux", "elect") and isinstance(mask := one.operands[-1], Immediate):
+        return mask.value & (1 << LANES) - 1
+    return 0
 
 
 @dataclass(slots=True)

@@ -4,11 +4,13 @@ A strand is a set of lanes of a diverged warp that share a program counter. The 
 which brings the lanes together again soonest. Threads of a warp are still concurrent (PTX ISA 3.2), and lanes that spin
 must not starve those that they wait for: when a strand has run for long while nothing has happened in the machine,
 another one runs for a while. A spin causes no events. Lanes that copy, wait or change memory are left alone.
+
+Lanes that reach an instruction of the whole warp wait for the lanes that are elsewhere, until those come or exit (PTX
+ISA 9.7.13.1: "all non-exited threads"). If all others wait so at another instruction, nobody will come: `diverged`.
 """
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ from backends.vm.machine.code import (
     Wait,
     first_lanes,
     index_of,
+    lanes_in,
 )
 from backends.vm.machine.engine import CopyGroups
 from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters
@@ -60,10 +63,7 @@ FIRST_PATIENCE = 4096
 LATER_PATIENCE = 32
 """The same in a warp that has spun before."""
 TURN = 32
-LAST_BLOCKS = 256
-"""Blocks that the other lanes run on after a `diverged` fault, to reach a failed assertion that explains it."""
 _EVERY_LANE_ADDRESS: Final = address_of(first_lanes(LANES))
-_STOP = re.compile(r"(@\S+\s+)?(trap\b|call\S*\s+__assertfail\b)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,13 @@ class LocalMemory:
 
 @dataclass(slots=True, eq=False)
 class Strand:
-    """Lanes that share a program counter. `wait` is set while they are parked at the tail of `block`."""
+    """Lanes that share a program counter. `wait` is set while they are parked in `block`, and `early` while it is for
+    the other lanes of the warp, which the block needs."""
 
     block: int
     mask: Mask
     wait: Wait | None = None
+    early: bool = False
 
     @property
     def able(self) -> bool:
@@ -356,8 +358,10 @@ class Warp:
         """Fault unless all living lanes are here (PTX `.sync.aligned`: undefined behaviour otherwise)."""
         if not self.full:
             lanes = np.flatnonzero(self.alive & ~self.mask)
+            others = [self.code.blocks[one.block].instructions[-1].line for one in self.strands if one.early]
+            wait = f" and wait at PTX line {min(others)} for the rest" if others else ""
             raise Fault("diverged", f"{what} must be executed by all threads of the warp together; lanes "
-                        f"{lanes.tolist()} are elsewhere", lane=int(lanes[0]))  # fmt: skip
+                        f"{lanes.tolist()} are elsewhere{wait}", lane=int(lanes[0]))  # fmt: skip
 
     def meet(self, what: str) -> None:
         """`converged`, and what the lanes have done is ordered among them from here on (`meetings`)."""
@@ -531,17 +535,61 @@ class Warp:
             if strand.wait is not None and not self._resume(strand):
                 if strand.wait.local and self.yield_strand():
                     continue
+                self._face_the_machine()
                 break
             if not self.strands or self.strands[0] is not strand or strand.wait is not None:
                 continue
             if self.mask is not strand.mask:
                 self.set_mask(strand.mask)
             self.block = strand.block
+            if len(self.strands) > 1 and self._is_early(strand):
+                continue
             self._execute(strand, self.code.blocks[strand.block])
             done += 1
             if len(self.strands) > 1:
                 self.turns.after_block(self)
         return done
+
+    def _is_early(self, strand: Strand) -> bool:
+        """Whether lanes that the block of the foremost strand needs are elsewhere and may still come. Then it is
+        parked."""
+        number, bits = strand.block, self.code.blocks[strand.block].together()
+        if not bits or not count_nonzero(lanes_in(bits) & self.alive & ~strand.mask):
+            return False
+
+        def missing() -> Mask:
+            here = [one.mask for one in self.strands if one.early and one.block == number]
+            return lanes_in(bits) & self.alive & ~np.logical_or.reduce(here)
+
+        strand.early = True
+        strand.wait = Wait(ready=lambda: not count_nonzero(missing()), finish=partial(self._gather, strand),
+                           reason=lambda: f"lanes {np.flatnonzero(missing()).tolist()} of its warp to come there",
+                           again=True, local=True)  # fmt: skip
+        if any(not one.early or one.able for one in self.strands):
+            return True
+        # Nobody will come. The lowest block is rather in the branch that should not have been taken.
+        first = min(self.strands, key=lambda one: one.block)
+        self.strands.remove(first)
+        self.strands.insert(0, first)
+        self._gather(first)
+        first.wait, self.block = None, first.block
+        self._execute(first, self.code.blocks[first.block])
+        return True
+
+    def _gather(self, strand: Strand) -> None:
+        """Join a parked strand, which may go on, with those that are parked in the same block."""
+        for other in [one for one in self.strands if one.early and one.block == strand.block and one is not strand]:
+            strand.mask = strand.mask | other.mask
+            self.strands.remove(other)
+        strand.early = False
+        self.set_mask(strand.mask)
+
+    def _face_the_machine(self) -> None:
+        """Put a strand first whose wait ends elsewhere in the machine, if the first one waits for lanes of its warp."""
+        for position, strand in enumerate(self.strands):
+            if strand.wait is not None and not strand.wait.local:
+                self.strands.insert(0, self.strands.pop(position))
+                return
 
     def _resume(self, strand: Strand) -> bool:
         wait = strand.wait
@@ -611,8 +659,6 @@ class Warp:
                 outcome = self._carry(block, steps)
         except Fault as fault:
             self.locate(fault)
-            if fault.rule == "diverged":
-                self._stop_elsewhere(strand)
             raise
         except Exception as error:
             instruction = self.instruction
@@ -628,19 +674,6 @@ class Warp:
             strand.block = following
         else:
             self._move(strand, following)
-
-    def _stop_elsewhere(self, strand: Strand) -> None:
-        """Let the lanes missing at a warp-wide instruction run to a failed assertion or a trap, which says why."""
-        others = [one for one in self.strands if one is not strand]
-        instructions = (one for block in self.code.blocks for one in block.instructions)
-        if len(others) == len(self.strands) or not any(_STOP.match(one.text) for one in instructions):
-            return
-        self.strands[:] = others
-        try:
-            self.run(LAST_BLOCKS)
-        except Fault as fault:
-            if fault.rule in ("assert", "trap"):
-                raise
 
     def _carry(self, block: Block, left: Iterator[Step]) -> object:
         """Execute the remaining steps of a block, some of which touch undefined registers, and its tail."""

@@ -228,12 +228,19 @@ def test_lanes_that_failed_an_assertion_are_missed_for_that(meeting: str) -> Non
     assert (caught.value.rule, caught.value.lane) == ("assert", 16)
 
 
-def test_lanes_that_are_gone_for_no_assertion_are_missed_at_the_barrier() -> None:
-    """Even though the kernel has an assertion, and even though those lanes do something else wrong."""
-    for elsewhere in ("  bar.sync 1;\n", "  ld.global.u32 %r2, [%rd3];\n", "AGAIN: bra.uni AGAIN;\n"):
-        with pytest.raises(Fault) as caught:
-            _run(_asserting("bar.sync 0;").replace("FAILED:\n", f"FAILED:\n{elsewhere}"))
-        assert (caught.value.rule, caught.value.text) == ("diverged", "bar.sync 0;"), elsewhere
+@pytest.mark.parametrize(
+    ("elsewhere", "rule", "blamed"),
+    [
+        ("  bar.sync 1;\n", "diverged", "bar.sync 0;"),
+        ("  ld.global.u32 %r2, [%rd3];\n", "uninitialised-register", "ld.global.u32 %r2, [%rd3];"),
+        ("AGAIN: bra.uni AGAIN;\n", "deadlock", ""),
+    ],
+)
+def test_lanes_that_are_gone_for_no_assertion_are_told_of(elsewhere: str, rule: str, blamed: str) -> None:
+    """The others wait for them at the barrier, and what keeps them is the defect."""
+    with pytest.raises(Fault) as caught:
+        _run(_asserting("bar.sync 0;").replace("FAILED:\n", f"FAILED:\n{elsewhere}"))
+    assert (caught.value.rule, caught.value.text) == (rule, blamed), str(caught.value)
 
 
 @pytest.mark.parametrize("form", ["%1000000000d", "%.1000000000f", f"%{'9' * 3000}d", "%d %1025x"])

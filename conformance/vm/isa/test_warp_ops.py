@@ -198,7 +198,12 @@ def test_matching(kind: type[np.unsignedinteger]) -> None:
 )
 def test_a_wrong_member_mask_is_found(instruction: str, reason: str) -> None:
     with pytest.raises(Fault, match=reason) as caught:
-        run_ptx(diverged(instruction, "mov.u32 %d, 0;"), {"a": LANE, "d": LANE}, {"d": np.uint32}, declare=DECLARE)
+        run_ptx(
+            diverged(instruction, "mov.u32 %d, 0;") + " bar.sync 0;",
+            {"a": LANE, "d": LANE},
+            {"d": np.uint32},
+            declare=DECLARE,
+        )
     assert caught.value.rule == "diverged"
     assert caught.value.line > 0, "the report has no PTX line"
 

@@ -184,6 +184,54 @@ def test_a_long_computation_of_some_lanes_is_no_spin() -> None:
     assert_clean(Kernel(body, {"out": np.zeros(32, np.uint32)}), {"out": expected}, schedules=("eager", "lazy"))
 
 
+ENDED = {
+    "before a barrier": "bar.sync 0;",
+    "before a barrier with a vote": "bar.red.popc.u32 %r2, 0, %p1;",
+    "before a barrier in a loop": "LOOP: bar.sync 0; add.u32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 3; @%p2 bra LOOP;",
+    "before an exchange": "shfl.sync.bfly.b32 %r2, %tx, 1, 31, -1;",
+    "before a vote": "vote.sync.ballot.b32 %r2, %p1, -1;",
+}
+
+
+@pytest.mark.parametrize("leave", ["@%p1 bra END;", "@%p1 ret;", "@%p1 exit;"])
+@pytest.mark.parametrize("name", ENDED)
+def test_lanes_that_end_are_not_waited_for(name: str, leave: str) -> None:
+    """A bounds check in front of a barrier: it waits for "all non-exited threads" (PTX ISA 9.7.13.1)."""
+    body = f"""mov.u32 %r1, 0; mov.u32 %r3, 0; setp.ge.u32 %p1, %tx, 48; {leave}
+    mov.u32 %r1, 1; {ENDED[name]} {STORE}
+    END: ret;"""
+    expected = np.where(LANES < 48, 1, 77).astype(np.uint32)
+    kernel = Kernel(body, {"out": np.full(64, 77, np.uint32)}, block=(64, 1, 1))
+    assert_clean(kernel, {"out": expected}, schedules=EVERY_SCHEDULE)
+
+
+@pytest.mark.parametrize("meeting", ["bar.sync 0;", "bar.warp.sync -1; bar.sync 0;", "elect.sync _|%p3, -1;"])
+def test_lanes_that_spin_for_long_are_waited_for(meeting: str) -> None:
+    """Lane 0 of the second CTA polls a flag that the first CTA sets late. The others are long at the meeting."""
+    body = f"""setp.ne.u32 %p1, %cta, 0; setp.ne.u32 %p2, %tx, 0; mov.u32 %r1, 0; @%p1 bra SECOND;
+    LONG: add.u32 %r1, %r1, 1; setp.lt.u32 %p3, %r1, 20000; @%p3 bra LONG;
+    @!%p2 st.release.gpu.global.b32 [%out], 1; ret;
+    SECOND: @%p2 bra MEET;
+    POLL: ld.acquire.gpu.global.b32 %r1, [%out]; setp.eq.u32 %p3, %r1, 0; @%p3 bra POLL;
+    MEET: {meeting} ret;"""
+    kernel = Kernel(body, {"out": np.zeros(1, np.uint32)}, grid=(2, 1, 1), block=(64, 1, 1))
+    assert_clean(kernel, {"out": np.ones(1, np.uint32)}, schedules=("eager", "lazy", "late_cta:0"))
+
+
+def test_lanes_that_never_come_are_told_with_what_they_wait_for() -> None:
+    """The wait is the defect, not the barrier at which the other lanes of its warp stand."""
+    body = """.shared .align 8 .b64 mbar; setp.eq.u32 %p1, %tx, 0; setp.ne.u32 %p2, %tx, 32;
+    @%p1 mbarrier.init.shared::cta.b64 [mbar], 1; bar.sync 0; @%p2 bra MEET;
+    WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p3, [mbar], 0; @!%p3 bra WAIT;
+    MEET: bar.sync 0; ret;"""
+    for schedule in EVERY_SCHEDULE:
+        with pytest.raises(Fault) as caught:
+            Kernel(body, {"out": np.zeros(1, np.uint32)}, block=(64, 1, 1)).run(schedule)
+        assert caught.value.rule == "deadlock", f"under {schedule}: {caught.value}"
+        for clause in ("for the phase of parity 0 of mbarrier", "for lanes [0] of its warp to come there"):
+            assert clause in str(caught.value), f"under {schedule} it does not say `{clause}`: {caught.value}"
+
+
 # Register files that are used by one warp after another.
 
 

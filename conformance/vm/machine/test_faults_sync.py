@@ -227,11 +227,11 @@ DIVERGED = {
         "reads lane 20",
     ),
     "shfl of all lanes in one side of a branch": (
-        HALF + "@!%p1 bra JOIN;\nshfl.sync.idx.b32 %r1, %tx, 0, 31, 0xffffffff; //!\nJOIN:",
+        HALF + "@!%p1 bra JOIN;\nshfl.sync.idx.b32 %r1, %tx, 0, 31, 0xffffffff; //!\nJOIN: bar.sync 0;",
         "names lanes [16, 17",
     ),
     "shfl of all lanes in the other side of a branch": (
-        HALF + "@%p1 bra JOIN;\nshfl.sync.bfly.b32 %r1, %tx, 1, 31, 0xffffffff; //!\nbra.uni JOIN;\nJOIN:",
+        HALF + "@%p1 bra JOIN;\nshfl.sync.bfly.b32 %r1, %tx, 1, 31, 0xffffffff; //!\nbra.uni JOIN;\nJOIN: bar.sync 0;",
         "names lanes [0, 1,",
     ),
     "shfl of all lanes once on each side of a branch": (
@@ -243,8 +243,9 @@ DIVERGED = {
     "elect": (HALF + "@%p1 elect.sync _|%p2, 0xffffffff; //!", "names lanes [16, 17"),
     "setmaxnreg": (HALF + "@%p1 setmaxnreg.dec.sync.aligned.u32 40; //!", "setmaxnreg", "lane 16"),
     "in one side of a branch": (
-        HALF + "@%p1 bra LOW;\nbra JOIN;\nLOW: bar.sync 0; //!\nJOIN: ret;",
+        HALF + "@%p1 bra LOW;\nbra JOIN;\nLOW: bar.sync 0; //!\nJOIN: bar.sync 1;\nret;",
         "barrier 0",
+        "wait at PTX line",
     ),
 }
 
