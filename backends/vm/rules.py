@@ -51,17 +51,29 @@ _ALL = (
     # Races and waits.
     _error(
         "race", "8.7.1",
-        "Two accesses to the same shared memory, of which one writes another value, are not ordered: the result "
-        "depends on timing.",
+        "Two accesses to the same shared memory, of which one is a write, are not ordered: the result depends on "
+        "timing. Only two writes of the same value do not race, nor do two strong accesses.",
         "Put a barrier between the two accesses, or let the second wait for an mbarrier that the first arrives at.",
         _BARRIER,
     ),
     _error(
         "global-race", "8.7.1",
-        "Two accesses to the same global memory, of which one writes another value, are not ordered.",
+        "Two accesses to the same global memory, of which one is a write, are not ordered. Only two writes of the same "
+        "value do not race, nor do two strong accesses (atomics, volatile, relaxed and up); a plain load beside "
+        "another thread's atomic does.",
         "Within a CTA, put a barrier between the accesses (`__syncthreads()`, `tl.debug_barrier()`). Between CTAs, "
-        "publish with a release and read after an acquire, both of gpu scope, or use atomics.",
+        "publish with a release and read after an acquire, both of gpu scope, or use atomics. Beside an atomic, load "
+        "with ld.relaxed (cuda::atomic_ref, volatile).",
         "a barrier within the CTA, or a release and an acquire of gpu scope between CTAs",
+    ),
+    _error(
+        "scope-too-narrow", "8.10.3",
+        "Two strong writes (atomics, volatile and relaxed stores) to the same memory are not ordered, and the scope of "
+        "one leaves out the other's thread: .cta reaches no other CTA, .cluster no other cluster. Atomics are then not "
+        "atomic to each other, and an update may be lost.",
+        "Use a scope that includes both threads: .cluster within a cluster, .gpu beyond (`atomicAdd`, not "
+        "`atomicAdd_block`; `cuda::thread_scope_device`, not `thread_scope_block`).",
+        "a scope that includes both threads",
     ),
     _error(
         "copy-not-awaited", "9.7.9.25",
@@ -505,7 +517,7 @@ FAMILIES: Final[Mapping[str, frozenset[str]]] = {
         "tensor-map-not-released",
         "unawaited-copies": "copy-not-awaited exit-with-pending-operation tensor-map-in-use exit-with-pending-store",
         "mbarrier": "mbarrier-misuse deadlock mbarrier-reinitialised mbarrier-init-unfenced",
-        "races": "race global-race dependent-launch-not-awaited",
+        "races": "race global-race scope-too-narrow dependent-launch-not-awaited",
         "lanes": "lanes-unordered",
         "cluster-life": "ended-cta remote-shared cta-pair",
         "tcgen05-order": "tmem-store-not-waited tmem-load-not-waited tmem-race missing-tcgen05-fence "
@@ -522,9 +534,9 @@ FAMILIES: Final[Mapping[str, frozenset[str]]] = {
 """The rules of which each page says most."""
 AT_SHARED: Final = frozenset(
     {
-        "race", "lanes-unordered", "copy-not-awaited", "missing-proxy-fence", "copy-missing-proxy-fence",
-        "unfenced-overwrite", "mbarrier-misuse", "mbarrier-reinitialised", "mbarrier-init-unfenced",
-        "uninitialised-shared",
+        "race", "scope-too-narrow", "lanes-unordered", "copy-not-awaited", "missing-proxy-fence",
+        "copy-missing-proxy-fence", "unfenced-overwrite", "mbarrier-misuse", "mbarrier-reinitialised",
+        "mbarrier-init-unfenced", "uninitialised-shared",
     }
 )  # fmt: skip
 """Rules whose findings have an address in the shared memory of a CTA."""

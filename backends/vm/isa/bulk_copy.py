@@ -24,6 +24,7 @@ from backends.vm.memory.map_fences import MAP_HALF, check_map_address
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.pieces import read_pieces, write_pieces
 from backends.vm.memory.shared import MAX_DYNAMIC, OFFSET_MASK, RANK_SHIFT
+from backends.vm.memory.strong_writes import PLAIN_ATOMIC
 from backends.vm.ptx.ast import Address, Operand
 from backends.vm.tensor.tensor_map import TensorMap, decode_tensor_map
 from backends.vm.tensor.tma_box import (
@@ -466,7 +467,7 @@ def tensor_store(b: Binder) -> Step:
             done = submit(warp, "a tensor store", line, text, perform)
             _note_issue(warp, groups, lane, Copy(done, serial), lanes)
         machine = warp.cta.machine
-        machine.races.copied_to(machine.memory, written, warp, line, strong=bool(operation))
+        machine.races.copied_to(machine.memory, written, warp, line, strong=PLAIN_ATOMIC if operation else None)
 
     return step
 
@@ -543,7 +544,8 @@ def linear_store(b: Binder) -> Step:
 
             done = submit(warp, "a bulk copy", line, text, perform)
             _note_issue(warp, groups, lane, Copy(done, serial), lanes)
-        warp.cta.machine.races.copied_to(memory, written, warp, line, strong=bool(operation))
+        strong = PLAIN_ATOMIC if operation else None
+        warp.cta.machine.races.copied_to(memory, written, warp, line, strong=strong)
 
     return step
 

@@ -23,6 +23,7 @@ from backends.vm.memory.access_code import NO
 from backends.vm.memory.compiled_access import UNDEFINED
 from backends.vm.memory.definedness import Missing, Origin
 from backends.vm.memory.global_memory import check_alignment
+from backends.vm.memory.strong_writes import Strong
 from backends.vm.numerics import f32, half
 from backends.vm.ptx.ast import Address, Operand, Sink, Symbol
 
@@ -191,6 +192,7 @@ def st(b: Binder) -> Step:
     address, *_ = addressed = b.addressed(a)
     line = b.instruction.line
     strong, sem, scope = _strong(b), b.words["sem"], b.words["scope"]
+    reach = Strong(scope) if strong else None
     keys = tuple((WIDTH_OF_VIEW[view], row) for view, row in rows)
     quick = None
     if space in SPACES and not strong:
@@ -209,7 +211,7 @@ def st(b: Binder) -> Step:
         addresses = address(warp)
         if warp.where is not True:
             addresses, values = addresses[warp.mask], values[warp.mask]
-        access.store(warp, space, addresses, values.view(np.uint8), line, strong=strong)
+        access.store(warp, space, addresses, values.view(np.uint8), line, strong=reach)
         if strong:
             access.synchronise(warp, space, addresses, sem, scope, acquire=False, release=True)
 
@@ -367,6 +369,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
     else:
         update = _UPDATES[next(part for part in parts if part in _UPDATES)]
     sem, scope = b.words["sem"], b.words["scope"]
+    reach = Strong(scope, atomic=True)
     single = kind == "f32" and "add" in parts
     kind = "b32" if single else kind
     element = _Element.of(kind)
@@ -394,7 +397,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
             new: int | float = change(held[place], *operands, *[None] * (2 - len(operands)))
             held[place] = element.wrapped(new)
         stored = np.ascontiguousarray(element.words(held).reshape(len(held), -1)).view(np.uint8)
-        access.store(warp, space, places, stored, line, strong=True, lanes=lanes[first])
+        access.store(warp, space, places, stored, line, strong=reach, lanes=lanes[first])
         access.synchronise(warp, space, places, sem, scope, acquire=False, release=True, meetings=meetings)
         if target is not None:
             getattr(warp, view)[target][lanes] = element.words(returned)

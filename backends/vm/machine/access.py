@@ -15,6 +15,7 @@ from backends.vm.memory.definedness import Mask, Missing, Origin
 from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, Buffer, check_alignment
 from backends.vm.memory.pieces import read_pieces
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT, wavefronts
+from backends.vm.memory.strong_writes import Strong
 
 if TYPE_CHECKING:
     from backends.vm.machine.cta import Cta
@@ -201,7 +202,7 @@ def store(
     values: Bytes,
     line: int,
     *,
-    strong: bool = False,
+    strong: Strong | None = None,
     lanes: Addresses | None = None,
 ) -> None:
     """Write uint8 [n, size] at each address. `lanes` own the addresses, by default the active ones."""
@@ -218,7 +219,7 @@ def store(
 
 
 def _store(
-    warp: Warp, space: str, addresses: Addresses, values: Bytes, line: int, lanes: Addresses, *, strong: bool
+    warp: Warp, space: str, addresses: Addresses, values: Bytes, line: int, lanes: Addresses, *, strong: Strong | None
 ) -> None:
     space, addresses = resolve(space, addresses)
     engine = warp.cta.machine.engine
@@ -231,7 +232,7 @@ def _store(
         cta.smem.note_lanes(offsets, values.shape[1], lanes, 0 if strong else warp.meetings)
         if not strong:
             warp.stored_at = warp.meetings
-        engine.repeatable += changed and not strong
+        engine.repeatable += changed and strong is None
     elif space == "local":
         local, index = warp.local, _local_index(warp, addresses, values.shape[1], lanes)
         changed = local.data[index].tobytes() != values.tobytes() or not local.defined[index].all()
@@ -288,7 +289,9 @@ def _split_load(
     return values, Missing(hidden, origins[0])
 
 
-def _note_store(warp: Warp, addresses: Addresses, values: Bytes, line: int, lanes: Addresses, *, strong: bool) -> None:
+def _note_store(
+    warp: Warp, addresses: Addresses, values: Bytes, line: int, lanes: Addresses, *, strong: Strong | None
+) -> None:
     """Check a store that is about to happen for races."""
     machine, size = warp.cta.machine, values.shape[1]
     buffer, _ = machine.memory.locate(addresses, size, "store")

@@ -2,9 +2,11 @@
 
 A mark is the serial number of a cluster (bits 63..32) above a stamp of clocks.py. 0 means no access: the start of a
 launch comes after everything before it, but for dependent launches (dependent_launches.py). Granules have 16 bytes
-until a smaller access is seen. Strong accesses (atomics, volatile, relaxed and up) race with nothing. A bulk copy that
-reads or overwrites generic writes of the same launch needs a proxy fence in between, on either side (PTX ISA 8.6,
-9.7.9.25.2), and so does a bulk reduction into weak ones. In the other direction, the end of each copy is a proxy fence.
+until a smaller access is seen. Strong accesses (atomics, volatile, relaxed and up) race with weak ones: a strong write
+with a weak read, whichever comes first, and a weak write after it. Two strong writes race where a scope is too narrow
+(strong_writes.py). Nothing else is noticed of strong accesses. A bulk copy that reads or overwrites generic writes of
+the same launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2), and so does a bulk reduction
+into weak ones. In the other direction, the end of each copy is a proxy fence.
 
 Clocks are per warp, and what lanes.py says of shared memory holds here too: a lane may read what another lane of its
 warp wrote, or what only other lanes have released, only after a meeting. What only other lanes have acquired it does
@@ -44,6 +46,7 @@ from backends.vm.memory.lane_releases import MAX_AGENTS, LaneReleases
 from backends.vm.memory.lanes import LaneMarks
 from backends.vm.memory.map_fences import MAP_HALF, MapFences
 from backends.vm.memory.map_reads import MapReads
+from backends.vm.memory.strong_writes import Scopes, Strong, left_out, report_narrow
 
 Dim3 = tuple[int, int, int]
 Addresses = npt.NDArray[np.int64]
@@ -75,8 +78,8 @@ class Accessor(Protocol):
 class Shadow:
     """Marks of one buffer; granule i holds 2 ** shift bytes from base + (i << shift).
 
-    `line` and `lanes` describe the last write, `read_line` the last read, and `constant_line` the last load with .nc;
-    it is made on first use.
+    `line` and `lanes` describe the last write, `read_line` the last read, `constant_line` the last load with .nc, and
+    `scopes` the last strong write; both are made on first use.
     """
 
     base: int
@@ -87,6 +90,7 @@ class Shadow:
     read_line: npt.NDArray[np.int32]
     lanes: LaneMarks
     constant_line: npt.NDArray[np.int32] | None = None
+    scopes: Scopes | None = None
 
     @classmethod
     def of(cls, buffer: Buffer) -> Shadow:
@@ -128,7 +132,18 @@ class Shadow:
             self.lanes.split(times)
             if self.constant_line is not None:
                 self.constant_line = np.repeat(self.constant_line, times)
+            if self.scopes is not None:
+                self.scopes = np.repeat(self.scopes, times)
             self.shift = exact
+
+    def note_scope(self, granules: Addresses, strong: Strong | None) -> None:
+        """Record the scope of a write; of a weak one, so that no older scope stays."""
+        short = 0 if strong is None else strong.short
+        if self.scopes is None:
+            if not short:
+                return
+            self.scopes = np.zeros(self.writer.size, np.int8)
+        self.scopes[granules] = short
 
     def note_constant(self, granules: Addresses, line: int) -> None:
         """Record a load with .nc at PTX `line`."""
@@ -265,14 +280,15 @@ class GlobalRaces:
         stamp: Marks,
         line: int,
         *,
-        strong: bool,
+        strong: Strong | None,
         lanes: Addresses | None,
         values: Bytes | None = None,
     ) -> None:
         """As `read`, for a write at PTX `line` by `lanes`, or by a bulk copy (None).
 
-        A `strong` write races with nothing of its own launch. `values` [n, size] is what a thread is about to write: if
-        it is there already, the outcome of the racing writes is defined (PTX ISA 8.7.2).
+        A `strong` write (None: weak) races with weak reads, and with strong writes where a scope leaves a thread out.
+        `values` [n, size] is what a thread is about to write: if it is there already, the outcome of the racing writes
+        is defined (PTX ISA 8.7.2).
         """
         by_lane = lanes is not None
         if self.chain.before:
@@ -284,7 +300,10 @@ class GlobalRaces:
             self.map_reads.check(accesses, size)
         if strong and not by_lane and self.stored:
             self._check_fenced(accesses, "reduces into", weak=True)
-        if not strong:
+        if strong:
+            self._check_scopes(accesses, strong)
+            self._check(accesses, shadow.reader, reads_only=strong.atomic)
+        else:
             self._check(accesses, shadow.writer)
             self._check_released(accesses)
             self._check(accesses, shadow.reader)
@@ -296,6 +315,7 @@ class GlobalRaces:
         shadow.writer[granules] = warp.agents.mark | stamp
         shadow.line[granules] = line
         shadow.lanes.note(granules, lanes, 0 if strong or lanes is None else warp.meetings)
+        shadow.note_scope(granules, strong)
 
     def map_changes(self, memory: GlobalMemory, address: int, warp: Accessor, *, used: bool) -> dict[int, int]:
         """Marks and PTX lines of this launch's writes to the tensor map at `address` that are ordered before `warp`.
@@ -381,7 +401,7 @@ class GlobalRaces:
             self.read(buffer, addresses, size, warp, stamp, by_lane=False, lanes=lanes, bulk=bulk)
 
     def copied_to(
-        self, memory: GlobalMemory, pieces: Sequence[Pieces], warp: Accessor, line: int, *, strong: bool
+        self, memory: GlobalMemory, pieces: Sequence[Pieces], warp: Accessor, line: int, *, strong: Strong | None
     ) -> None:
         """As `copied_from`, for the writes of one bulk copy at PTX `line`. Its pieces do not race with each other."""
         for size in dict.fromkeys(size for _, size, _ in pieces):
@@ -407,8 +427,12 @@ class GlobalRaces:
             found = self._shadows[buffer.base] = Shadow.of(buffer)
         return found
 
-    def _check(self, accesses: GlobalAccesses, marks: Addresses) -> None:
-        """Report the accesses of `marks` that nothing orders before."""
+    def _check(self, accesses: GlobalAccesses, marks: Addresses, *, reads_only: bool = False) -> None:
+        """Report the accesses of `marks` that nothing orders before.
+
+        `reads_only`: accesses that would write what is there already only read: atomics that change nothing, such as a
+        compare-and-swap that fails, are no writes (PTX ISA 8.4).
+        """
         shadow, buffer, warp, found = accesses.shadow, accesses.buffer, accesses.warp, marks[accesses.granules]
         if not count_nonzero(found):
             return
@@ -418,6 +442,8 @@ class GlobalRaces:
         wrote = marks is shadow.writer
         if wrote and (same := accesses.written_before()) is not None:
             late &= ~(same & (agent_of(found & STAMP_MASK) < warp.agents.first_engine))
+        elif reads_only and (same := accesses.written_before()) is not None:
+            late &= ~same
         for access, at, line in shadow.one_a_line(accesses.granules, late, writes=wrote):
             offset, who = shadow.offset_in(buffer, at), self.name(int(marks[at]), warp)
             did = "wrote" if wrote else "read"
@@ -425,6 +451,29 @@ class GlobalRaces:
                          f"after {who} {did} it{at_line(line)}: a barrier, or a release and an acquire of gpu scope, "
                          "with fences if they are relaxed, is missing", lane=accesses.lane(access),
                          other=OtherAccess(who, did, line)))  # fmt: skip
+
+    def _check_scopes(self, accesses: GlobalAccesses, strong: Strong) -> None:
+        """Report strong writes before a `strong` one that are not morally strong with it, and not ordered before."""
+        shadow, warp, granules = accesses.shadow, accesses.warp, accesses.granules
+        if not strong.short and shadow.scopes is None:
+            return
+        found, theirs = shadow.writer[granules], 0 if shadow.scopes is None else shadow.scopes[granules]
+        by, first_engine = agent_of(found & STAMP_MASK), warp.agents.first_engine
+        own_cluster, own_cta = found >> CLUSTER_SHIFT == warp.agents.serial, warp.agent // warp.agents.warps_per_cta
+        distance = np.where(own_cluster, (by // warp.agents.warps_per_cta != own_cta).astype(np.int64), 2)
+        narrow = left_out(strong, theirs, distance) & (found != 0) & (by < first_engine)
+        narrow &= shadow.lanes.met[granules] == 0
+        if not count_nonzero(narrow):
+            return
+        narrow &= _late(found, warp)
+        if not strong.atomic and (same := accesses.written_before()) is not None:
+            narrow &= ~same
+        for access, at, line in shadow.one_a_line(granules, narrow, writes=True):
+            place, mark = f"byte {shadow.offset_in(accesses.buffer, at)} of `{accesses.buffer.name}`", shadow.writer[at]
+            short = 0 if shadow.scopes is None else int(shadow.scopes[at])
+            far = int(distance[granules == at][0])
+            report_narrow(place, strong, short, far, OtherAccess(self.name(int(mark), warp), "wrote", line),
+                          lane=accesses.lane(access), address=None)  # fmt: skip
 
     def _check_met(self, accesses: GlobalAccesses) -> None:
         """Report reads by lanes that have not met the lanes of their warp that wrote."""

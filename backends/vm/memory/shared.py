@@ -33,6 +33,7 @@ from backends.vm.memory.definedness import Mask, Missing, Origin, Sources
 from backends.vm.memory.lane_acquires import LaneAcquires
 from backends.vm.memory.marks import EVERY_BYTE, GRANULE, READ, WRITTEN, Cells, Divided, Marks, bytes_of
 from backends.vm.memory.pieces import read_pieces
+from backends.vm.memory.strong_writes import Scopes, Strong, left_out, report_narrow
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
@@ -70,7 +71,8 @@ class SharedMemory:
     and which bytes of the granule it has read then and another one since (bits). `many_readers` marks those granules.
     `unfenced_overwrites` counts bulk copies over what threads have read with no proxy fence in between. `allocs`: PTX
     lines of tcgen05.alloc, whose result word counts as such a read when a copy overwrites it. `copied`: PTX lines of
-    cp.async whose threads have waited for them. `place`: this memory for compiled code; None when an observer wants
+    cp.async whose threads have waited for them. `scopes`: of the last strong writes, by byte; None until one leaves
+    other CTAs of the cluster out. `place`: this memory for compiled code; None when an observer wants
     every access.
     """
 
@@ -94,6 +96,7 @@ class SharedMemory:
         self.unfenced_overwrites = 0
         self.allocs: set[int] = set()
         self.copied: set[int] = set()
+        self.scopes: Scopes | None = None
         self.place: MemoryWords | None = MemoryWords(
             RESERVED, self.size, self.data, self.defined, self.in_flight, self.divided, self.many_readers,
             agents.releases.partial, agents.reads.partial, agents.reads.last, self._reader_words, self.divided.size,
@@ -241,20 +244,24 @@ class SharedMemory:
         return self.origin_of(4 * granule + int((~self.defined[4 * granule :][:4]).argmax()), line)
 
     def store(
-        self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: bool = False
+        self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: Strong | None = None
     ) -> bool:
         """Generic-proxy write of uint8 [n, size] at each offset. Where lanes collide the highest lane wins. Returns
         whether a byte has changed, or has become defined.
 
-        A `strong` write races with no write, but with weak reads: both must be strong (PTX ISA 8.7.1).
+        A `strong` write (None: weak) races with weak reads, because both must be strong (PTX ISA 8.7.1). Of writes, it
+        races with strong ones of another CTA where a scope leaves a thread out.
         """
         size = values.shape[1]
         self.check(offsets, size, "store")
         index = offsets[:, None] + np.arange(size)
         granules, before = _granules(index), self.data[index]
         if not self._check_idle(granules, "overwritten"):
-            if not strong:
+            if strong is None:
                 self._check_overwritten(granules, clock, before, values, index)
+            elif self.agents.size > 1 and (strong.short or self.scopes is not None):
+                same = (before == values).all(1)[:, None] & (not strong.atomic)
+                self._check_scopes(granules, clock, strong, stamp, index, same)
             self._check_readers(granules, clock, index)
         changed = before.tobytes() != values.tobytes() or not self.defined[index].all()
         self.data[index] = values
@@ -265,7 +272,30 @@ class SharedMemory:
         else:
             self.divided[granules] &= READ
             self.writes.granules.note(granules, stamp, line)
+        if self.scopes is not None and strong:
+            self.scopes[index] = strong.short
         return changed
+
+    def _check_scopes(
+        self, granules: Granules, clock: Clock, strong: Strong, stamp: int, index: Addresses, spared: Mask
+    ) -> None:
+        """Report strong writes of another CTA that are not morally strong with this one, and not ordered before it.
+
+        `spared` [n, 1]: writes that do not matter.
+        """
+        if self.scopes is None:
+            self.scopes = np.zeros(self.data.size, np.int8)
+        marks, cells = self.writes.finest(granules, index)
+        theirs = self.scopes[index if marks.unit == 1 else index[:, ::GRANULE]]
+        stamps, warps = marks.stamp[cells], self.agents.warps_per_cta
+        by = agent_of(stamps)
+        distance = (by // warps != agent_of(stamp) // warps).astype(np.int64)
+        narrow = left_out(strong, theirs, distance) & (marks.lanes.met[cells] == 0) & (stamps != 0) & ~spared
+        narrow &= (by < self.agents.first_engine) & ((stamps & EPOCH_MASK) > clock.seen[by])
+        for lane, at, line in list(_one_a_line(cells, narrow, marks.line)):
+            other = OtherAccess(self.agents.name(agent_of(int(marks.stamp[at]))), "wrote", line)
+            short = int(self.scopes[marks.unit * at])
+            report_narrow(f"this {marks.name}", strong, short, 1, other, lane=lane, address=marks.unit * at)
 
     def _have_bytes(self) -> None:
         """Make the marks of bytes, before the first access to less than a granule."""

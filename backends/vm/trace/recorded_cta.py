@@ -22,6 +22,7 @@ from backends.vm.memory.clocks import Clock
 from backends.vm.memory.definedness import Mask
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import Addresses, Bytes, Granules, SharedMemory
+from backends.vm.memory.strong_writes import Strong
 from backends.vm.memory.tmem import Index, Part, TensorMemory
 from backends.vm.ptx.ast import Immediate, Instruction
 from megamoe.contract.trace import (
@@ -97,7 +98,7 @@ class RecordedSharedMemory(SharedMemory):
         return super().load(offsets, size, clock, stamp, strong=strong, lanes=lanes, meetings=meetings)
 
     def store(
-        self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: bool = False
+        self, offsets: Addresses, values: Bytes, clock: Clock, stamp: int, line: int, *, strong: Strong | None = None
     ) -> bool:
         """As SharedMemory.store."""
         self._touch("write", "generic", _covered(offsets, values.shape[1]))

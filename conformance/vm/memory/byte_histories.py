@@ -18,6 +18,7 @@ from backends.vm.memory.clocks import Agents, Clock, stamp
 from backends.vm.memory.compiled_access import Kind
 from backends.vm.memory.marks import GRANULE
 from backends.vm.memory.shared import RESERVED, SharedMemory
+from backends.vm.memory.strong_writes import Strong
 
 WARPS: Final = 4
 GRANULES: Final = 6
@@ -179,7 +180,7 @@ class Run:
                 return
         memory, size, strong, lanes = self.memory, event.size, event.strong, event.lanes
         if event.stores:
-            memory.store(offsets, event.values, clock, mark, self.line, strong=strong)
+            memory.store(offsets, event.values, clock, mark, self.line, strong=Strong() if strong else None)
             memory.note_lanes(offsets, size, lanes, 0 if strong else met)
             return
         if not strong:

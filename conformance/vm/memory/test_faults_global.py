@@ -81,7 +81,6 @@ PLANTED = {
     "no fence before the ticket": (RELAXED, "bar.sync 0;", FENCE),
     "no fence behind the ticket": (RELAXED, f"{FENCE}\nbar.sync 0;", ""),
     "a fence of the CTA only": (RELAXED, "fence.acq_rel.cta;\nbar.sync 0;", FENCE),
-    "a ticket of the CTA only": ("atom.acq_rel.cta.global.add.u32", "bar.sync 0;", ""),
     "an atomic that only acquires": ("atom.acquire.gpu.global.add.u32", "bar.sync 0;", ""),
     "an atomic that only releases": ("atom.release.gpu.global.add.u32", "bar.sync 0;", ""),
 }
@@ -91,6 +90,13 @@ PLANTED = {
 def test_a_combine_whose_flag_orders_nothing(name: str) -> None:
     kernel = combine(*PLANTED[name], read=MARKED)
     assert_blamed(kernel, "global-race", "`part` is read", "wrote it at PTX line", "acquire of gpu scope")
+
+
+def test_a_ticket_of_the_cta_only() -> None:
+    """It orders nothing between CTAs; and as two may draw the same one, it is a fault itself."""
+    kernel = combine("atom.acq_rel.cta.global.add.u32", "bar.sync 0;", "")
+    for schedule in EVERY_SCHEDULE:
+        assert slugs(collected(kernel, schedule)[0]) == ["global-race", "scope-too-narrow"], schedule
 
 
 def test_a_ticket_drawn_before_the_other_warp_has_written() -> None:
