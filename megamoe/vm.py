@@ -17,6 +17,7 @@ import os
 import re
 import struct
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -154,6 +155,7 @@ class Device:
         )
         self.machine.printed = lambda text: self.printed(text)
         self.ledger = Ledger.of(profile, suppress, self.machine.rules)
+        _DEVICES.add(self)
 
     @property
     def findings(self) -> list[KernelFinding]:
@@ -216,6 +218,7 @@ class Device:
     def launch(
         self, source: str | Path, entry: str, grid: Size, block: Size, /, *args: object, cluster: Size = 1,
         smem: int = 0, memory: Iterable[object] = (), scratch: Iterable[object] = (), cooperative: bool = False,
+        dependent: bool = False,
     ) -> Mapping[str, int]:  # fmt: skip
         """Runs a kernel to its end; returns its counters.
 
@@ -229,6 +232,9 @@ class Device:
         - `scratch`: workspaces, passed as arguments or not. Nobody reads what a launch leaves in them, so the kernel
           may store uninitialised values there.
         - `cooperative`: all CTAs are resident at once, so that cooperative_groups' grid.sync() works.
+        - `dependent`: it may begin before the launch before it has ended, as with the launch attribute
+          cudaLaunchAttributeProgrammaticStreamSerialization, and what it accesses before its griddepcontrol.wait is
+          checked. Work of the host in between orders the two: `host_waited`, or a change of their memory.
 
         Raises KernelFault for findings that count in the profile and for one that ends the launch, LaunchRefusedError
         for a launch that no GPU would accept, UnsupportedError for an instruction that the machine lacks. Arrays keep
@@ -252,8 +258,18 @@ class Device:
                     dynamic_smem=smem,
                     memory=reached.stretches,
                     cooperative=cooperative,
+                    dependent=dependent,
                 )
         return dict(self.machine.counters)
+
+
+_DEVICES = weakref.WeakSet[Device]()
+
+
+def host_waited() -> None:
+    """Says that the host has waited for all launches so far: a dependent launch that follows overlaps none of them."""
+    for device in _DEVICES:
+        device.machine.host_waited()
 
 
 class OverdueError(KernelFault):

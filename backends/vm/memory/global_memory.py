@@ -186,9 +186,8 @@ class GlobalMemory:
         index = bisect.bisect(self._bases, address) - 1
         if index >= 0 and address + size <= self._buffers[index].end:
             return self._buffers[index]
-        raise Fault(
-            "out-of-bounds", f"{access} of {counted(size, 'byte')} is outside of every buffer{self.nearest(address, size)}"
-        )
+        where = f"outside of every buffer{self.nearest(address, size)}"
+        raise Fault("out-of-bounds", f"{access} of {counted(size, 'byte')} is {where}")
 
     def nearest(self, address: int, size: int = 1) -> str:
         """The end of a sentence about `size` bytes that no buffer holds: names the buffer that holds the first of them,

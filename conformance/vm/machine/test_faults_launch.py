@@ -11,6 +11,7 @@ from backends.vm.executor import VmExecutor
 from backends.vm.faults import LaunchError, UnknownInstructionError
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
+from backends.vm.memory.dependent_launches import MOST_OVERLAPPING
 from conformance.vm.kernel import Kernel, assert_blamed, assert_clean, collected, slugs
 from megamoe.contract import BufferArg, Launch, Program, RunOptions
 
@@ -252,6 +253,14 @@ def test_a_chain_of_launches_of_one_kernel() -> None:
 def test_launches_further_back_count_too() -> None:
     kernel = second(f"{READ} //!", CHAIN, middle="griddepcontrol.wait; ret;")
     assert_blamed(kernel, "dependent-launch-not-awaited", "first, which wrote it", "nothing orders the access after")
+
+
+@pytest.mark.parametrize("between", [MOST_OVERLAPPING - 1, MOST_OVERLAPPING])
+def test_how_far_back_launches_count(between: int) -> None:
+    chain = (("first", False), *[("middle", True)] * between, ("kernel", True))
+    found, _ = collected(second(f"{WAIT}\n{READ}", chain))
+    expected = ["dependent-launch-not-awaited"] * (between < MOST_OVERLAPPING)
+    assert slugs(found) == expected, f"{between} launches later: {list(map(str, found))}"
 
 
 def test_a_launch_without_the_attribute_ends_the_chain() -> None:
