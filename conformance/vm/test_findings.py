@@ -239,6 +239,18 @@ def remapped(release: str) -> Kernel:
     return Kernel(body, buffers, {"m": Map("x", "u32", [32], [], [32])}, inputs=("x",))
 
 
+def stored_async(ctas: int) -> Kernel:
+    """Each CTA of a cluster stores to its own shared memory with st.async."""
+    body = f""".shared .align 8 .b64 mbar; .shared .align 8 .b64 cell; {init("mbar")}
+    setp.ne.u32 %p1, %tx, 0; mov.u32 %r1, 7; @%p1 bra END;
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 4;
+    st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [cell], %r1, [mbar];
+    {wait("mbar", 0)}
+    ld.shared.u32 %r2, [cell]; st.global.u32 [%out], %r2;
+    END: ret;"""
+    return Kernel(body, {"out": np.zeros(1, np.uint32)}, grid=(ctas, 1, 1), cluster=(ctas, 1, 1))
+
+
 GRADED = {
     "exit-with-pending-store": (copy_kernel({"drain": ""}), copy_kernel()),
     "copy-missing-proxy-fence": (copied_to_smem(""), copied_to_smem(FENCE)),
@@ -257,6 +269,7 @@ GRADED = {
     "tensor-map-not-released": (remapped(""), remapped("fence.proxy.tensormap::generic.release.gpu;")),
     "wide-bit-field": (wide_field(256), wide_field(255)),
     "setmaxnreg-unsynchronised": (resized("", ""), resized("", "bar.sync 0;")),
+    "async-to-own-cta": (stored_async(1), stored_async(2)),
     "unspecified-result": (
         Kernel("mov.b32 %r1, 0; rem.u32 %r2, %tx, %r1; ret;"),
         Kernel("mov.b32 %r1, 3; rem.u32 %r2, %tx, %r1; ret;"),

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, report
 from backends.vm.isa.bulk_copy import shared_address
 from backends.vm.machine.access import active
 from backends.vm.machine.cta import Cta
@@ -92,14 +92,25 @@ def st_async(b: Binder) -> Step:
     size, what = len(rows) * int(kind[1:]) // 8, "red.async" if operation else "st.async"
 
     def step(warp: Warp) -> None:
+        told = False
         for lane in active(warp).tolist():
             (cta, offset), (at, place) = to(warp, lane), signal(warp, lane)
             if at is not cta:
                 said = f"the mbarrier of {what} lies in another CTA than its destination"
                 raise Fault("remote-shared", said, lane=lane)
+            if not told and (undefined := _too_near(warp, cta)):
+                told = True
+                report(Fault("async-to-own-cta", undefined, lane=lane))
             data = np.array([getattr(warp, view)[row][lane] for row in rows]).view(np.uint8)
             _begin(warp, lane, cta, offset, place, data)
         warp.next_epoch()
+
+    def _too_near(warp: Warp, cta: Cta) -> str:
+        if operation and cta is warp.cta:
+            return "the destination of this red.async lies in the executing CTA; it must lie in another one"
+        if not operation and warp.cta.cluster.size == 1:
+            return "this st.async is executed in a cluster of one CTA; the cluster must have more than one"
+        return ""
 
     def _begin(warp: Warp, lane: int, cta: Cta, offset: int, place: int, data: npt.NDArray[np.uint8]) -> None:
         cta.smem.check_region(offset, size, what)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from backends.vm.faults import Fault
-from conformance.vm.kernel import TWENTY, Kernel, assert_clean, wait
+from conformance.vm.kernel import TWENTY, Kernel, assert_clean, collected, slugs, wait
 
 
 def test_128_bits_are_swapped_at_once() -> None:
@@ -72,6 +74,22 @@ add.u32 %r8, %tx, 1; red.async.relaxed.cluster.shared::cluster.mbarrier::complet
     wanted = np.zeros(16, np.uint32)
     wanted[[0, 8]] = 32 * 33 // 2
     assert_clean(kernel, {"out": wanted}, schedules=TWENTY[:6])
+
+
+def test_a_reduction_into_the_own_cta_is_undefined() -> None:
+    """PTX ISA 9.7.13.7: the destination lies in another CTA of the cluster."""
+    body = (
+        REMOTE.format(0, 4 * 32)
+        + """xor.b32 %r5, %cta, OTHER; mapa.shared::cluster.u32 %r6, %r1, %r5; mapa.shared::cluster.u32 %r7, %r2, %r5;
+red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%r6], %tx, [%r7];
+"""
+        + read_back(4)
+    )
+    kernel = Kernel(body, {"out": np.zeros(16, np.uint32)}, grid=(2, 1, 1), cluster=(2, 1, 1))
+    for other, expected in (("1", []), ("0", ["async-to-own-cta"])):
+        found, data = collected(replace(kernel, body=body.replace("OTHER", other)))
+        assert slugs(found) == expected, f"into the CTA of rank ^ {other}: {list(map(str, found))}"
+        assert data["out"][0] == 31 * 32 // 2, "the reduction is done all the same"
 
 
 def test_a_run_of_words_is_combined_with_the_other_ctas() -> None:

@@ -232,7 +232,7 @@ ADDRESSES = {
     ),
     "remote, no such rank": (
         "mov.u32 %r1, buf; or.b32 %r1, %r1, 0x05000000;\nld.shared::cluster.u32 %r2, [%r1]; //!",
-        "out-of-bounds",
+        "remote-shared",
         "CTA rank 5 of a cluster of 2",
     ),
 }
