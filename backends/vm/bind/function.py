@@ -17,6 +17,7 @@ from backends.vm.bind.definedness import InstructionCarrier, flow_of, unwritten_
 from backends.vm.bind.flow import Bound, FlowGraph, check_warpgroup_registers, end_loads_at_use, touched_by
 from backends.vm.bind.forms import Form, bind_in_ring, find
 from backends.vm.bind.lanes import RunFinder
+from backends.vm.bind.operand_types import mistyped
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, UnknownInstructionError, counted
 from backends.vm.machine.code import HANDLED, LANES, NEXT, Block, BoundFunction, Code, Key, RegisterRows, Step
@@ -236,6 +237,7 @@ def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Ve
         binder.uses.append(key)
     step = _in_ring(form, binder) if ring else form.bind(binder)
     refusal = missing(instruction.parts, len(instruction.operands), target, version)
+    refusal = refusal or mistyped(instruction, rows.types)
     if refusal is not None:
         raise binder.error(refusal)
     addresses = frozenset(binder.addresses) if binder.addresses else _NO_ADDRESSES
