@@ -239,16 +239,19 @@ def remapped(release: str) -> Kernel:
     return Kernel(body, buffers, {"m": Map("x", "u32", [32], [], [32])}, inputs=("x",))
 
 
-def stored_async(ctas: int) -> Kernel:
-    """Each CTA of a cluster stores to its own shared memory with st.async."""
+def reduced_async(other: int) -> Kernel:
+    """Each CTA of a pair adds with red.async to a word of the CTA of rank `rank ^ other`."""
     body = f""".shared .align 8 .b64 mbar; .shared .align 8 .b64 cell; {init("mbar")}
-    setp.ne.u32 %p1, %tx, 0; mov.u32 %r1, 7; @%p1 bra END;
+    setp.ne.u32 %p1, %tx, 0; mov.u32 %r1, 7; @!%p1 st.shared.u32 [cell], 0;
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; @%p1 bra END;
     mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 4;
-    st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [cell], %r1, [mbar];
+    xor.b32 %r3, %cta, {other}; mov.u32 %r4, cell; mov.u32 %r5, mbar;
+    mapa.shared::cluster.u32 %r4, %r4, %r3; mapa.shared::cluster.u32 %r5, %r5, %r3;
+    red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%r4], %r1, [%r5];
     {wait("mbar", 0)}
     ld.shared.u32 %r2, [cell]; st.global.u32 [%out], %r2;
     END: ret;"""
-    return Kernel(body, {"out": np.zeros(1, np.uint32)}, grid=(ctas, 1, 1), cluster=(ctas, 1, 1))
+    return Kernel(body, {"out": np.zeros(1, np.uint32)}, grid=(2, 1, 1), cluster=(2, 1, 1))
 
 
 GRADED = {
@@ -269,7 +272,7 @@ GRADED = {
     "tensor-map-not-released": (remapped(""), remapped("fence.proxy.tensormap::generic.release.gpu;")),
     "wide-bit-field": (wide_field(256), wide_field(255)),
     "setmaxnreg-unsynchronised": (resized("", ""), resized("", "bar.sync 0;")),
-    "async-to-own-cta": (stored_async(1), stored_async(2)),
+    "async-to-own-cta": (reduced_async(0), reduced_async(1)),
     "unspecified-result": (
         Kernel("mov.b32 %r1, 0; rem.u32 %r2, %tx, %r1; ret;"),
         Kernel("mov.b32 %r1, 3; rem.u32 %r2, %tx, %r1; ret;"),
@@ -623,6 +626,9 @@ OPERANDS = {
                                        "before store": "mov.u32 %r31, -4;\n@%p3 bra END;"}),
     "bulk-copy": Kernel(NARROW + "cp.async.bulk.global.shared::cta.bulk_group [%out], [buf], %r30; //!\nEND: ret;",
                         {"out": np.zeros(4, np.uint32)}),
+    "async-without-cluster": Kernel(NARROW + ".shared .align 8 .b64 bar; mov.u32 %r42, bar;\n"
+                                    "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r41], %r30, [%r42]; "
+                                    "//!\nEND: ret;"),
     "cp-async": Kernel(NARROW + "mov.u32 %r31, 20;\ncp.async.ca.shared.global [%r41], [%out], 16, %r31; //!\nEND: ret;",
                        {"out": np.zeros(8, np.uint32)}),
     "mixed-windows": Kernel(f"""{NARROW.split("setp")[0]} cvt.u64.u32 %rd1, %r41; cvta.shared.u64 %rd1, %rd1;

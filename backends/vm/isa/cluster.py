@@ -81,7 +81,8 @@ def _remote(b: Binder, operand: Operand) -> Callable[[Warp, int], tuple[Cta, int
         counter="memory", op="add", type="u32 s32 u64")  # fmt: skip
 def st_async(b: Binder) -> Step:
     """Store into, or reduce into, the shared memory of a CTA of the cluster. Completion is a complete_tx on an mbarrier
-    of that CTA. Reductions are atomic, so several may be in flight to one address."""
+    of that CTA. Reductions are atomic, so several may be in flight to one address. In a cluster of one CTA an H200 has
+    neither (facts.md 0.1)."""
     destination, source, barrier = b.expect(3)
     operation, kind = b.words.get("op", ""), b.words["type"]
     view = "u64x2" if kind == "b128" else "u" + kind[1:]
@@ -98,19 +99,16 @@ def st_async(b: Binder) -> Step:
             if at is not cta:
                 said = f"the mbarrier of {what} lies in another CTA than its destination"
                 raise Fault("remote-shared", said, lane=lane)
-            if not told and (undefined := _too_near(warp, cta)):
+            if warp.cta.cluster.size == 1:
+                said = f"this {what} is executed in a cluster of one CTA; the cluster must have more than one"
+                raise Fault("async-without-cluster", said, lane=lane)
+            if operation and cta is warp.cta and not told:
                 told = True
-                report(Fault("async-to-own-cta", undefined, lane=lane))
+                report(Fault("async-to-own-cta", "the destination of this red.async lies in the executing CTA; it must "
+                             "lie in another one", lane=lane))  # fmt: skip
             data = np.array([getattr(warp, view)[row][lane] for row in rows]).view(np.uint8)
             _begin(warp, lane, cta, offset, place, data)
         warp.next_epoch()
-
-    def _too_near(warp: Warp, cta: Cta) -> str:
-        if operation and cta is warp.cta:
-            return "the destination of this red.async lies in the executing CTA; it must lie in another one"
-        if not operation and warp.cta.cluster.size == 1:
-            return "this st.async is executed in a cluster of one CTA; the cluster must have more than one"
-        return ""
 
     def _begin(warp: Warp, lane: int, cta: Cta, offset: int, place: int, data: npt.NDArray[np.uint8]) -> None:
         cta.smem.check_region(offset, size, what)
