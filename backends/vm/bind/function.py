@@ -21,8 +21,9 @@ from backends.vm.bind.operand_types import mistyped
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, UnknownInstructionError, counted
 from backends.vm.machine.code import HANDLED, LANES, NEXT, Block, BoundFunction, Code, Key, RegisterRows, Step
+from backends.vm.machine.special import RESERVED_OFFSETS
 from backends.vm.memory.shared import RESERVED
-from backends.vm.ptx.ast import Function, Instruction, Module, Symbol, Variable
+from backends.vm.ptx.ast import Function, Instruction, Module, Register, Symbol, Variable
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
@@ -356,6 +357,13 @@ def bind_function(
         layout.param_size = _place(layout, param, layout.param_size)
     layout.static_shared = shared - RESERVED
     layout.dynamic = frozenset(dynamic)
+    layout.of_system = any(
+        isinstance(operand, Register)
+        and operand.name[1:] in RESERVED_OFFSETS
+        and operand.name not in function.registers
+        for one in function.instructions
+        for operand in one.operands
+    )
     for name, _, _ in layout.code.rows.addresses:
         if name != "_" and name not in dynamic and name not in layout.offsets:
             raise UnknownInstructionError(

@@ -94,6 +94,11 @@ def test_parameters_must_fit_the_entry() -> None:
 
 UNKNOWN = {
     "an opcode that is spelt wrong": ("xorr.b32 %r1, %r2;", "the opcode `xorr`; did you mean `xor`?"),
+    "a texture": (
+        "tex.1d.v4.f32.s32 {%f1, %f2, %f3, %f4}, [%rd1, {%r1}];",
+        r"this machine has no `tex`: textures and surfaces are not supported",
+    ),
+    "a surface": ("sust.b.1d.b32.trap [%rd1, {%r1}], {%r2};", "textures and surfaces are not supported"),
     "an opcode": ("frobnicate.b32 %r1, %r2;", "does not know the opcode `frobnicate`"),
     "a modifier": (
         "add.rx.f32 %f1, %f2, %f3;",

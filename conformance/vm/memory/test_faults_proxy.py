@@ -92,6 +92,26 @@ def test_a_copy_over_what_threads_wrote(fence: str, clean: bool) -> None:
         assert_blamed(kernel(body), "missing-proxy-fence", "a bulk copy overwrites byte", "of `a`")
 
 
+RELEASE_ONE_WAY = "fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;"
+ACQUIRE_ONE_WAY = "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;"
+
+
+@pytest.mark.parametrize(
+    ("writer", "issuer"), [(RELEASE_ONE_WAY, ""), ("", ACQUIRE_ONE_WAY), (RELEASE_ONE_WAY, ACQUIRE_ONE_WAY), ("", "")]
+)
+def test_one_way_fences_cover_shared_memory(writer: str, issuer: str) -> None:
+    """The writers release, the issuer acquires. Neither covers what was written to global memory."""
+    stored = STORED.replace(f"{SHARED_FENCE} bar.sync 0;", f"{writer} bar.sync 0; {issuer}")
+    assert stored != STORED
+    of_shared = kernel(f"{stored.format(mark=' //!')}\nret;")
+    if writer or issuer:
+        assert_clean(of_shared, {"a": np.arange(THREADS)})
+    else:
+        assert_blamed(of_shared, "missing-proxy-fence", "reads what warp")
+    of_global = loaded(f"{STORE} {writer}", issuer)
+    assert_blamed(of_global, "missing-proxy-fence", "a bulk copy reads byte", "of `a`, which warp")
+
+
 REDUCTIONS = {
     "linear": "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%a], [%r21], 256;",
     "tensor": "cp.reduce.async.bulk.tensor.1d.global.shared::cta.add.tile.bulk_group [%m, {%r3}], [%r21];",
