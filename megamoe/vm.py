@@ -244,7 +244,10 @@ class Device:
         with sentences(self.machine, "" if _is_text(source) else text):
             entries = self.machine.entries(ptx)
             name = _entry_named(entry, entries)
-            reached = Reached(self.machine, [*args, *memory], scratch=tuple(scratch))
+            held = _several("memory", memory)
+            for one in held:
+                _array("memory", one)
+            reached = Reached(self.machine, [*args, *held], scratch=_several("scratch", scratch))
             params = _encoded(name, entries[name], args, reached)
             sizes = _dim3("grid", grid), _dim3("block", block)
             clusters = _dim3("cluster", cluster)
@@ -255,7 +258,7 @@ class Device:
                     *sizes,
                     params,
                     cluster=clusters,
-                    dynamic_smem=smem,
+                    dynamic_smem=_whole("smem", smem),
                     memory=reached.stretches,
                     cooperative=cooperative,
                     dependent=dependent,
@@ -349,7 +352,10 @@ def end_capture(keep: Callable[[Callable[[], object]], object]) -> None:
 
 
 def view_of(array: Any) -> View | None:
-    """The memory of a torch tensor or NumPy array; None for anything else. ValueError for a tensor on a device."""
+    """The memory of a torch tensor or NumPy array; None for anything else.
+
+    LaunchRefusedError for a tensor on a device and for one whose elements do not lie in one allocation.
+    """
     if isinstance(array, np.ndarray):
         root = array
         while isinstance(root.base, np.ndarray):
@@ -358,7 +364,11 @@ def view_of(array: Any) -> View | None:
         return View(array.ctypes.data, array.nbytes, start, end - start, array.flags.writeable)
     if hasattr(array, "untyped_storage") and hasattr(array, "data_ptr"):
         if array.device.type != "cpu":
-            raise ValueError(f"a tensor is on {array.device}; the machine works on tensors of the CPU: t.cpu()")
+            raise LaunchRefusedError(f"a tensor is on {array.device}; the machine works on tensors of the CPU: t.cpu()")
+        if str(array.layout) != "torch.strided":
+            raise LaunchRefusedError(
+                f"a tensor has the layout {array.layout}; the machine works on torch.strided ones: t.to_dense()"
+            )
         storage = array.untyped_storage()
         own = array.numel() * array.element_size()
         return View(array.data_ptr(), own, storage.data_ptr(), storage.nbytes(), True)
@@ -366,9 +376,19 @@ def view_of(array: Any) -> View | None:
 
 
 def _workspace(array: object) -> View:
-    if (view := view_of(array)) is None:
-        raise LaunchRefusedError(f"scratch is given {type(array).__name__}; it takes tensors and NumPy arrays")
+    return _array("scratch", array)
+
+
+def _array(option: str, array: object) -> View:
+    if (view := view_of(array.tensor if isinstance(array, TensorMapOf) else array)) is None:
+        raise LaunchRefusedError(f"{option} is given {type(array).__name__}; it takes tensors and NumPy arrays")
     return view
+
+
+def _several(option: str, given: object) -> tuple[Any, ...]:
+    if not isinstance(given, Iterable):
+        raise LaunchRefusedError(f"{option} is {given!r}; it takes a list of tensors and NumPy arrays")
+    return tuple(given)
 
 
 class Reached:
@@ -497,7 +517,15 @@ def _dim3(what: str, sizes: Size) -> Dim3:
     return x, y, z
 
 
+def _whole(what: str, number: object) -> int:
+    if not isinstance(number, Integral):
+        raise LaunchRefusedError(f"{what} is {number!r}; it must be a whole number of bytes")
+    return int(number)
+
+
 def _entry_named(entry: str, entries: Mapping[str, object]) -> str:
+    if not isinstance(entry, str):
+        raise LaunchRefusedError(f"the entry is {entry!r}; it must be the name of a kernel: {', '.join(entries)}")
     if entry in entries:
         return entry
     mangled = [name for name in entries if f"::{plain_name(name)}".endswith(f"::{entry}")]
@@ -610,6 +638,8 @@ def _is_text(source: str | Path) -> bool:
 
 def as_ptx(source: str | Path, target: str) -> str:
     """Returns PTX for PTX or CUDA C++ given as text or file. UnsupportedError if no compiler is found."""
+    if not isinstance(source, str | Path):
+        raise LaunchRefusedError(f"the source is {type(source).__name__}; it must be text or the name of a file")
     text, name = str(source), "the source"
     if not _is_text(source):
         name = text

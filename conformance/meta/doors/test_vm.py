@@ -243,6 +243,33 @@ def test_a_cooperative_launch_has_a_barrier_of_its_grid(vm: Device) -> None:
         vm.launch(GRID, "where", 100_000, 1, seen, cooperative=True)
 
 
+I32 = np.zeros(4, np.int32)
+SPARSE = torch.zeros(4, 4).to_sparse()
+UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "a sparse tensor": ({"args": (SPARSE, I32)}, "a tensor has the layout torch.sparse_coo; .* t.to_dense()"),
+    "a sparse tensor in memory": ({"memory": [SPARSE]}, "a tensor has the layout torch.sparse_coo"),
+    "a sparse workspace": ({"scratch": [SPARSE]}, "a tensor has the layout torch.sparse_coo"),
+    "a tensor that is nowhere": ({"args": (torch.zeros(4, device="meta"), I32)}, "a tensor is on meta; .* of the CPU"),
+    "half a byte of shared memory": ({"smem": 1.5}, "smem is 1.5; it must be a whole number of bytes"),
+    "shared memory in words": ({"smem": "8"}, "smem is '8'; it must be a whole number"),
+    "no shared memory": ({"smem": None}, "smem is None; it must be a whole number"),
+    "memory that is no array": ({"memory": [3]}, "memory is given int; it takes tensors and NumPy arrays"),
+    "memory that is no list": ({"memory": 5}, "memory is 5; it takes a list of tensors"),
+    "scratch that is no list": ({"scratch": 5}, "scratch is 5; it takes a list of tensors"),
+    "an entry that is no name": ({"entry": 3}, "the entry is 3; it must be the name of a kernel: first"),
+    "a source that is no text": ({"source": None}, "the source is NoneType; it must be text or the name of a file"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_unusable_input_is_refused_in_a_sentence(name: str, vm: Device) -> None:
+    options, sentence = UNUSABLE[name]
+    left = {"source": FIRST, "entry": "first", "args": (I32, I32), **options}
+    source, entry, args = (left.pop(one) for one in ("source", "entry", "args"))
+    with pytest.raises(LaunchRefusedError, match=sentence):
+        vm.launch(source, entry, 1, 1, *args, **left)
+
+
 def ran_after(vm: Device, between: Callable[[np.ndarray[Any, Any]], object], **options: bool) -> list[str]:
     """The rules that SECOND breaks if it reads what FIRST wrote, with `between` done in between to that array."""
     a, b = np.zeros(4, np.uint32), np.ones(4, np.uint32)
