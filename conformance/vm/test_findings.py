@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from backends.vm.machine.machine import Machine
 from backends.vm.ptx.source_lines import source_of
 from backends.vm.rules import COLLECTED_ONLY, COUNTERS, RULES, as_markdown
 from conformance import ROOT
+from conformance.vm.isa.test_reductions import reduced_into
 from conformance.vm.kernel import (
     EXPECT,
     FENCE,
@@ -239,21 +241,6 @@ def remapped(release: str) -> Kernel:
     return Kernel(body, buffers, {"m": Map("x", "u32", [32], [], [32])}, inputs=("x",))
 
 
-def reduced_async(other: int) -> Kernel:
-    """Each CTA of a pair adds with red.async to a word of the CTA of rank `rank ^ other`."""
-    body = f""".shared .align 8 .b64 mbar; .shared .align 8 .b64 cell; {init("mbar")}
-    setp.ne.u32 %p1, %tx, 0; mov.u32 %r1, 7; @!%p1 st.shared.u32 [cell], 0;
-    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; @%p1 bra END;
-    mbarrier.arrive.expect_tx.shared::cta.b64 _, [mbar], 4;
-    xor.b32 %r3, %cta, {other}; mov.u32 %r4, cell; mov.u32 %r5, mbar;
-    mapa.shared::cluster.u32 %r4, %r4, %r3; mapa.shared::cluster.u32 %r5, %r5, %r3;
-    red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%r4], %r1, [%r5];
-    {wait("mbar", 0)}
-    ld.shared.u32 %r2, [cell]; st.global.u32 [%out], %r2;
-    END: ret;"""
-    return Kernel(body, {"out": np.zeros(1, np.uint32)}, grid=(2, 1, 1), cluster=(2, 1, 1))
-
-
 GRADED = {
     "exit-with-pending-store": (copy_kernel({"drain": ""}), copy_kernel()),
     "copy-missing-proxy-fence": (copied_to_smem(""), copied_to_smem(FENCE)),
@@ -272,7 +259,7 @@ GRADED = {
     "tensor-map-not-released": (remapped(""), remapped("fence.proxy.tensormap::generic.release.gpu;")),
     "wide-bit-field": (wide_field(256), wide_field(255)),
     "setmaxnreg-unsynchronised": (resized("", ""), resized("", "bar.sync 0;")),
-    "async-to-own-cta": (reduced_async(0), reduced_async(1)),
+    "async-to-own-cta": (reduced_into(0), reduced_into(1)),
     "unspecified-result": (
         Kernel("mov.b32 %r1, 0; rem.u32 %r2, %tx, %r1; ret;"),
         Kernel("mov.b32 %r1, 3; rem.u32 %r2, %tx, %r1; ret;"),
@@ -603,8 +590,6 @@ def test_the_table_has_every_rule_that_the_machine_names() -> None:
 
 
 def _slugs_of(text: str) -> list[str]:
-    import re
-
     return re.findall(r'\bFault\(\s*"([a-z0-9-]+)"', text)
 
 
@@ -626,9 +611,6 @@ OPERANDS = {
                                        "before store": "mov.u32 %r31, -4;\n@%p3 bra END;"}),
     "bulk-copy": Kernel(NARROW + "cp.async.bulk.global.shared::cta.bulk_group [%out], [buf], %r30; //!\nEND: ret;",
                         {"out": np.zeros(4, np.uint32)}),
-    "async-without-cluster": Kernel(NARROW + ".shared .align 8 .b64 bar; mov.u32 %r42, bar;\n"
-                                    "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r41], %r30, [%r42]; "
-                                    "//!\nEND: ret;"),
     "cp-async": Kernel(NARROW + "mov.u32 %r31, 20;\ncp.async.ca.shared.global [%r41], [%out], 16, %r31; //!\nEND: ret;",
                        {"out": np.zeros(8, np.uint32)}),
     "mixed-windows": Kernel(f"""{NARROW.split("setp")[0]} cvt.u64.u32 %rd1, %r41; cvta.shared.u64 %rd1, %rd1;
@@ -641,17 +623,6 @@ ret;""", {"out": np.zeros(8, np.uint32)}),
 @pytest.mark.parametrize("rule", OPERANDS)
 def test_an_operand_that_no_unit_takes(rule: str) -> None:
     assert_blamed(OPERANDS[rule], rule, schedules=("eager",))
-
-
-def test_what_a_warp_writes_first_needs_a_fence_too() -> None:
-    body = f"""{NARROW}st.shared.u32 [buf], 5; st.shared.v4.u32 [buf], {{%r30, %r30, %r30, %r30}};
-FENCE
-cp.async.bulk.global.shared::cta.bulk_group [%out], [buf], 16; //!
-cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
-END: ret;"""
-    out = {"out": np.zeros(4, np.uint32)}
-    assert_blamed(Kernel(body.replace("FENCE", ""), out), "missing-proxy-fence", schedules=("eager",))
-    assert not collected(Kernel(body.replace("FENCE", FENCE), out))[0]
 
 
 # One finding per site, and the run goes on

@@ -283,7 +283,7 @@ class Session:
 
 
 def _checksum(buffer: Buffer) -> int:
-    return zlib.crc32(buffer.data[:MOST_COMPARED])
+    return zlib.crc32(buffer.data[:MOST_COMPARED].data)
 
 
 _PTX_LINES = re.compile(r"PTX lines? (\d+)")

@@ -270,12 +270,12 @@ def test_unusable_input_is_refused_in_a_sentence(name: str, vm: Device) -> None:
         vm.launch(source, entry, 1, 1, *args, **left)
 
 
-def ran_after(vm: Device, between: Callable[[np.ndarray[Any, Any]], object], **options: bool) -> list[str]:
+def ran_after(vm: Device, between: Callable[[np.ndarray[Any, Any]], object], *, dependent: bool = False) -> list[str]:
     """The rules that SECOND breaks if it reads what FIRST wrote, with `between` done in between to that array."""
     a, b = np.zeros(4, np.uint32), np.ones(4, np.uint32)
     vm.launch(FIRST, "first", 1, 1, a, b)
     between(a)
-    vm.launch(SECOND, "second", 1, 1, b, a, **options)
+    vm.launch(SECOND, "second", 1, 1, b, a, dependent=dependent)
     return [one.rule for one in vm.findings]
 
 
