@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -42,6 +42,7 @@ _LACKING = re.compile(
     r"|No such file or directory|annot open source file|Cannot find compiler|host compiler targets unsupported"
 )
 """Compiler messages after which another compiler may succeed; every other error is the source's."""
+_HEADER = re.compile(r'fatal error: (\S+): No such file|annot open source file "([^"]+)"')
 _HOST_CODE = re.compile(r"annot open source file|<<<")
 
 _OWN_HEADER = re.compile(r'^\s*#\s*include\s*"([^"\n]+)"', re.MULTILINE)
@@ -132,19 +133,28 @@ def _included(text: str, folder: Path, seen: set[Path]) -> Iterator[tuple[str, s
 
 @lru_cache(maxsize=64)
 def _compiled(source: _Source, _headers: tuple[tuple[str, str], ...]) -> str:
-    said = list[str]()
+    words, who = dict[str, str](), dict[str, list[str]]()
     for name, compiler in _compilers():
         try:
             return compiler(source)
-        except _WordsError as words:
-            said.append(f"{name} does not compile the source: {words}")
-            if not _LACKING.search(str(words)):
-                raise LaunchRefusedError(said[-1]) from None
-    if not said:
+        except _WordsError as problem:
+            said = str(problem)
+            if not _LACKING.search(said):
+                raise LaunchRefusedError(f"{name} does not compile the source: {said}") from None
+            # Compilers word the lack of one header differently.
+            header = _HEADER.search(said)
+            about = header[1] or header[2] if header else said
+            words.setdefault(about, said)
+            who.setdefault(about, []).append(name)
+    if not words:
         raise UnsupportedError(NONE_HERE)
-    if nvrtc_binding() is None:
-        said.append(NVRTC_MAY)
-    raise LaunchRefusedError("; ".join(said))
+    told = [f"{_joined(who[about])} compile the source: {said}" for about, said in words.items()]
+    raise LaunchRefusedError("; ".join(told if nvrtc_binding() is not None else [*told, NVRTC_MAY]))
+
+
+def _joined(names: Sequence[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last} do not" if most else f"{last} does not"
 
 
 def available() -> list[str]:

@@ -23,7 +23,7 @@ from typing import Any
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.machine import CompiledHost, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
-from megamoe.vm import SMALLEST_ADDRESS, Device, Reached, submit, view_of
+from megamoe.vm import SMALLEST_ADDRESS, Device, Reached, host_waited, submit, view_of
 
 try:
     import cutlass
@@ -124,7 +124,7 @@ def _installed(device: Device) -> Iterator[None]:
             *(_replace(place, name, _timed) for place, name in _TIMERS),
             _replace(cutlass.testing, "_benchmark_for_autotune", _tuned),
             _replace(cutlass.cuda, "initialize_cuda_context", lambda own, *asked, **options: None),
-            _replace(cutlass.cuda, "stream_sync", lambda own, *asked, **options: None),
+            _replace(cutlass.cuda, "stream_sync", lambda own, *asked, **options: host_waited()),
             _replace(cuda_driver, "cuInit", lambda own, flags: (CUresult.CUDA_SUCCESS,)),
             _replace(cuda_driver, "cuDeviceGetCount", lambda own: (CUresult.CUDA_SUCCESS, 1)),
             *(_replace(cuda_runtime, name, partial(_answered, answer)) for name, answer in _RUNTIME.items()),
@@ -155,8 +155,8 @@ _RUNTIME: dict[str, Callable[..., object]] = {
     "cudaMalloc": _malloc,
     "cudaFree": lambda pointer: _MEMORY.pop(int(pointer), None),
     "cudaMemset": lambda pointer, value, size: ctypes.memset(int(pointer), value, size),
-    "cudaDeviceSynchronize": lambda: None,
-    "cudaStreamSynchronize": lambda stream: None,
+    "cudaDeviceSynchronize": host_waited,
+    "cudaStreamSynchronize": lambda stream: host_waited(),
     "cudaGetLastError": lambda: None,
 }
 """Host versions of the cuda.bindings.runtime calls that example programs make around their kernels."""

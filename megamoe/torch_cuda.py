@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.program import TARGETS
-from megamoe.vm import begin_capture, capturing, end_capture, submit
+from megamoe.vm import begin_capture, capturing, end_capture, host_waited, submit
 
 _NAMES = {"sm_90a": "megamoe vm, sm_90a", "sm_100a": "megamoe vm, sm_100a"}
 MEMORY = 64 << 30
@@ -54,12 +54,15 @@ class HostStream:
 
     def synchronize(self) -> None:
         """Returns at once: nothing is outstanding."""
+        host_waited()
 
     def wait_event(self, event: object) -> None:
         """Returns at once: the event has already happened."""
+        host_waited()
 
     def wait_stream(self, stream: object) -> None:
         """Returns at once: the stream's work is complete."""
+        host_waited()
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
         """Returns an event that has already happened."""
@@ -80,9 +83,11 @@ class HostEvent:
 
     def wait(self, stream: object = None) -> None:
         """Returns at once: the event has happened."""
+        host_waited()
 
     def synchronize(self) -> None:
         """Returns at once: the event has happened."""
+        host_waited()
 
     def query(self) -> bool:
         """Returns True: the event has happened."""
@@ -164,6 +169,8 @@ class _CudaIsHost(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("cuda", "pin_memory") and args:
             return args[0]
+        if name in _WAITING:
+            host_waited()
         if name == "__get__" and func == torch.Tensor.is_cuda.__get__:  # pyright: ignore[reportAttributeAccessIssue]
             return True
         named = {key: _host_device(value) for key, value in (kwargs or {}).items() if key != "pin_memory"}
@@ -175,6 +182,11 @@ class _CudaIsHost(TorchFunctionMode):
         return made
 
 
+_WAITING = {
+    "__bool__", "__float__", "__index__", "__int__", "allclose", "cpu", "equal", "is_nonzero", "item", "numpy",
+    "tolist",
+}  # fmt: skip
+"""Torch's functions for which the host waits for the device."""
 _ALLOCATING = {
     "arange", "as_tensor", "clone", "contiguous", "empty", "empty_like", "empty_strided", "eye", "full", "full_like",
     "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "tensor",
@@ -256,7 +268,7 @@ def _answers(target: str, sm_count: int) -> dict[str, Any]:
         "get_device_properties": same(properties),
         "get_arch_list": same([target]),
         "is_bf16_supported": same(True),
-        "synchronize": same(None),
+        "synchronize": lambda *asked: host_waited(),
         "empty_cache": same(None),
         "ipc_collect": same(None),
         # Not torch.manual_seed, because it calls these two.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -284,13 +285,18 @@ class MachineLauncher:
                     cluster=(clusters, 1, 1),
                     dynamic_smem=metadata.shared,
                     memory=reached.stretches,
+                    dependent=bool(metadata.launch_pdl),
                 )
+            driver.scratch_of_launches.append(scratch)
 
         submit(work)
 
 
 _SCRATCH_ALIGN = 128
 """Alignment of tensor maps of 128 bytes, which a kernel makes in the workspace."""
+_KEPT = 32
+"""Launches whose workspaces are kept, so that a dependent launch gets no workspace that an earlier one may still use.
+"""
 
 
 class MachineDriver(GPUDriver):
@@ -299,6 +305,7 @@ class MachineDriver(GPUDriver):
     def __init__(self, device: Device, sm_count: int, number: int) -> None:
         self.machine = device
         self.compiling_only = False
+        self.scratch_of_launches: deque[list[torch.Tensor]] = deque(maxlen=_KEPT)
         self.utils = MachineUtils(device.machine, sm_count)
         self.launcher_cls = MachineLauncher
         self._arch = int(device.machine.target.strip("sm_a"))

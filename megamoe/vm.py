@@ -17,6 +17,7 @@ import os
 import re
 import struct
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -154,6 +155,7 @@ class Device:
         )
         self.machine.printed = lambda text: self.printed(text)
         self.ledger = Ledger.of(profile, suppress, self.machine.rules)
+        _DEVICES.add(self)
 
     @property
     def findings(self) -> list[KernelFinding]:
@@ -216,6 +218,7 @@ class Device:
     def launch(
         self, source: str | Path, entry: str, grid: Size, block: Size, /, *args: object, cluster: Size = 1,
         smem: int = 0, memory: Iterable[object] = (), scratch: Iterable[object] = (), cooperative: bool = False,
+        dependent: bool = False,
     ) -> Mapping[str, int]:  # fmt: skip
         """Runs a kernel to its end; returns its counters.
 
@@ -229,6 +232,9 @@ class Device:
         - `scratch`: workspaces, passed as arguments or not. Nobody reads what a launch leaves in them, so the kernel
           may store uninitialised values there.
         - `cooperative`: all CTAs are resident at once, so that cooperative_groups' grid.sync() works.
+        - `dependent`: it may begin before the launch before it has ended, as with the launch attribute
+          cudaLaunchAttributeProgrammaticStreamSerialization, and what it accesses before its griddepcontrol.wait is
+          checked. Work of the host in between orders the two: `host_waited`, or a change of their memory.
 
         Raises KernelFault for findings that count in the profile and for one that ends the launch, LaunchRefusedError
         for a launch that no GPU would accept, UnsupportedError for an instruction that the machine lacks. Arrays keep
@@ -238,7 +244,10 @@ class Device:
         with sentences(self.machine, "" if _is_text(source) else text):
             entries = self.machine.entries(ptx)
             name = _entry_named(entry, entries)
-            reached = Reached(self.machine, [*args, *memory], scratch=tuple(scratch))
+            held = _several("memory", memory)
+            for one in held:
+                _array("memory", one)
+            reached = Reached(self.machine, [*args, *held], scratch=_several("scratch", scratch))
             params = _encoded(name, entries[name], args, reached)
             sizes = _dim3("grid", grid), _dim3("block", block)
             clusters = _dim3("cluster", cluster)
@@ -249,11 +258,21 @@ class Device:
                     *sizes,
                     params,
                     cluster=clusters,
-                    dynamic_smem=smem,
+                    dynamic_smem=_whole("smem", smem),
                     memory=reached.stretches,
                     cooperative=cooperative,
+                    dependent=dependent,
                 )
         return dict(self.machine.counters)
+
+
+_DEVICES = weakref.WeakSet[Device]()
+
+
+def host_waited() -> None:
+    """Says that the host has waited for all launches so far: a dependent launch that follows overlaps none of them."""
+    for device in _DEVICES:
+        device.machine.host_waited()
 
 
 class OverdueError(KernelFault):
@@ -333,7 +352,10 @@ def end_capture(keep: Callable[[Callable[[], object]], object]) -> None:
 
 
 def view_of(array: Any) -> View | None:
-    """The memory of a torch tensor or NumPy array; None for anything else. ValueError for a tensor on a device."""
+    """The memory of a torch tensor or NumPy array; None for anything else.
+
+    LaunchRefusedError for a tensor on a device and for one whose elements do not lie in one allocation.
+    """
     if isinstance(array, np.ndarray):
         root = array
         while isinstance(root.base, np.ndarray):
@@ -342,7 +364,11 @@ def view_of(array: Any) -> View | None:
         return View(array.ctypes.data, array.nbytes, start, end - start, array.flags.writeable)
     if hasattr(array, "untyped_storage") and hasattr(array, "data_ptr"):
         if array.device.type != "cpu":
-            raise ValueError(f"a tensor is on {array.device}; the machine works on tensors of the CPU: t.cpu()")
+            raise LaunchRefusedError(f"a tensor is on {array.device}; the machine works on tensors of the CPU: t.cpu()")
+        if str(array.layout) != "torch.strided":
+            raise LaunchRefusedError(
+                f"a tensor has the layout {array.layout}; the machine works on torch.strided ones: t.to_dense()"
+            )
         storage = array.untyped_storage()
         own = array.numel() * array.element_size()
         return View(array.data_ptr(), own, storage.data_ptr(), storage.nbytes(), True)
@@ -350,9 +376,19 @@ def view_of(array: Any) -> View | None:
 
 
 def _workspace(array: object) -> View:
-    if (view := view_of(array)) is None:
-        raise LaunchRefusedError(f"scratch is given {type(array).__name__}; it takes tensors and NumPy arrays")
+    return _array("scratch", array)
+
+
+def _array(option: str, array: object) -> View:
+    if (view := view_of(array.tensor if isinstance(array, TensorMapOf) else array)) is None:
+        raise LaunchRefusedError(f"{option} is given {type(array).__name__}; it takes tensors and NumPy arrays")
     return view
+
+
+def _several(option: str, given: object) -> tuple[Any, ...]:
+    if not isinstance(given, Iterable):
+        raise LaunchRefusedError(f"{option} is {given!r}; it takes a list of tensors and NumPy arrays")
+    return tuple(given)
 
 
 class Reached:
@@ -481,7 +517,15 @@ def _dim3(what: str, sizes: Size) -> Dim3:
     return x, y, z
 
 
+def _whole(what: str, number: object) -> int:
+    if not isinstance(number, Integral):
+        raise LaunchRefusedError(f"{what} is {number!r}; it must be a whole number of bytes")
+    return int(number)
+
+
 def _entry_named(entry: str, entries: Mapping[str, object]) -> str:
+    if not isinstance(entry, str):
+        raise LaunchRefusedError(f"the entry is {entry!r}; it must be the name of a kernel: {', '.join(entries)}")
     if entry in entries:
         return entry
     mangled = [name for name in entries if f"::{plain_name(name)}".endswith(f"::{entry}")]
@@ -594,6 +638,8 @@ def _is_text(source: str | Path) -> bool:
 
 def as_ptx(source: str | Path, target: str) -> str:
     """Returns PTX for PTX or CUDA C++ given as text or file. UnsupportedError if no compiler is found."""
+    if not isinstance(source, str | Path):
+        raise LaunchRefusedError(f"the source is {type(source).__name__}; it must be text or the name of a file")
     text, name = str(source), "the source"
     if not _is_text(source):
         name = text

@@ -78,7 +78,10 @@ It does NOT notice, and why:
   or an earlier launch has changed: the start of a launch counts as an acquire, in a dependent launch
   griddepcontrol.wait.
 - In a dependent launch before its griddepcontrol.wait: strong loads, as they may be the "other means" of the CUDA
-  guide, launches of another stream, and an overwrite of what an earlier launch only read by strong loads.
+  guide, launches of another stream, launches more than 16 back, and an overwrite of what an earlier launch only read
+  by strong loads. At the doors, work of the host between two launches is noticed if it waits for the device or changes
+  memory that the launches before have accessed; otherwise it does not end the chain.
+- In a kernel that reads %reserved_smem_offset_*, as cooperative groups do, accesses to reserved shared memory.
 - That a CTA ends before its peer has ever accessed its mbarrier: this is found only at the access.
 - Two CTAs of one SM that wait for each other because one lacks the tensor memory that the other holds: each CTA has a
   tensor memory of its own, since nothing places CTAs on SMs here. A random schedule gives an allocation any free place,

@@ -279,6 +279,13 @@ _ALL = (
         "Use .shared::cluster with an address from mapa, and ranks inside the cluster.",
     ),
     _error(
+        "async-without-cluster", "9.7.9.12",
+        "An st.async or a red.async in a cluster of one CTA. The ISA requires more, and an H200 ends a launch without "
+        "clusters with an illegal instruction.",
+        "Launch a cluster of at least two CTAs, or use st.shared::cta or red.shared::cta and an arrival at the "
+        "mbarrier.",
+    ),
+    _error(
         "branch-index", "9.7.12.4", "brx.idx with an index beyond its list of labels.", "Check the index first.",
     ),
     _error(
@@ -298,7 +305,8 @@ _ALL = (
     ),
     _error(
         "bulk-copy", "9.7.9.25",
-        "A bulk copy of a size that hardware refuses, or a reduction that its element type does not support.",
+        "A bulk copy of a size that is no positive multiple of 16, or a reduction that its element type does not "
+        "support.",
         "Copy a multiple of 16 bytes. Use an element type in the map that the operation supports.",
     ),
     _error("bulk-store", "9.7.9.13", "A st.bulk of a size that hardware refuses.", "Store a multiple of 8 bytes."),
@@ -468,6 +476,13 @@ _ALL = (
         "Put a barrier of the warpgroup between the two.",
         "a barrier of the warpgroup, between the two setmaxnreg",
     ),
+    _relied(
+        "async-to-own-cta", "9.7.13.7",
+        "A red.async whose destination lies in the executing CTA. The ISA defines a red.async into another CTA of the "
+        "cluster only. In a cluster of two, an H200 reduces all the same.",
+        "No kernel that we know of.",
+        "Use red.shared::cta and an arrival at the mbarrier.",
+    ),
     # Worth a look. A remainder by zero is no more than that because correct kernels compute one that they do not use:
     # 7 of the 447 runs in results/public.jsonl, of three GEMMs among CuTeDSL's examples.
     MachineRule(
@@ -519,7 +534,7 @@ FAMILIES: Final[Mapping[str, frozenset[str]]] = {
         "mbarrier": "mbarrier-misuse deadlock mbarrier-reinitialised mbarrier-init-unfenced",
         "races": "race global-race scope-too-narrow dependent-launch-not-awaited",
         "lanes": "lanes-unordered",
-        "cluster-life": "ended-cta remote-shared cta-pair",
+        "cluster-life": "ended-cta remote-shared cta-pair async-to-own-cta async-without-cluster",
         "tcgen05-order": "tmem-store-not-waited tmem-load-not-waited tmem-race missing-tcgen05-fence "
         "tmem-copy-unordered tmem-load-used-unwaited",
         "tensor-memory": "tmem-alloc tmem-dealloc tmem-leak tmem-not-allocated tmem-out-of-bounds tmem-lane tmem-shape "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from backends.vm.machine.machine import Machine
 from backends.vm.ptx.source_lines import source_of
 from backends.vm.rules import COLLECTED_ONLY, COUNTERS, RULES, as_markdown
 from conformance import ROOT
+from conformance.vm.isa.test_reductions import reduced_into
 from conformance.vm.kernel import (
     EXPECT,
     FENCE,
@@ -257,6 +259,7 @@ GRADED = {
     "tensor-map-not-released": (remapped(""), remapped("fence.proxy.tensormap::generic.release.gpu;")),
     "wide-bit-field": (wide_field(256), wide_field(255)),
     "setmaxnreg-unsynchronised": (resized("", ""), resized("", "bar.sync 0;")),
+    "async-to-own-cta": (reduced_into(0), reduced_into(1)),
     "unspecified-result": (
         Kernel("mov.b32 %r1, 0; rem.u32 %r2, %tx, %r1; ret;"),
         Kernel("mov.b32 %r1, 3; rem.u32 %r2, %tx, %r1; ret;"),
@@ -587,8 +590,6 @@ def test_the_table_has_every_rule_that_the_machine_names() -> None:
 
 
 def _slugs_of(text: str) -> list[str]:
-    import re
-
     return re.findall(r'\bFault\(\s*"([a-z0-9-]+)"', text)
 
 
@@ -622,17 +623,6 @@ ret;""", {"out": np.zeros(8, np.uint32)}),
 @pytest.mark.parametrize("rule", OPERANDS)
 def test_an_operand_that_no_unit_takes(rule: str) -> None:
     assert_blamed(OPERANDS[rule], rule, schedules=("eager",))
-
-
-def test_what_a_warp_writes_first_needs_a_fence_too() -> None:
-    body = f"""{NARROW}st.shared.u32 [buf], 5; st.shared.v4.u32 [buf], {{%r30, %r30, %r30, %r30}};
-FENCE
-cp.async.bulk.global.shared::cta.bulk_group [%out], [buf], 16; //!
-cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
-END: ret;"""
-    out = {"out": np.zeros(4, np.uint32)}
-    assert_blamed(Kernel(body.replace("FENCE", ""), out), "missing-proxy-fence", schedules=("eager",))
-    assert not collected(Kernel(body.replace("FENCE", FENCE), out))[0]
 
 
 # One finding per site, and the run goes on

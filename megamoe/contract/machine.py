@@ -235,12 +235,18 @@ class KernelMachine(Protocol):
         dynamic_smem: int = 0,
         memory: Sequence[Stretch] = (),
         cooperative: bool = False,
+        dependent: bool = False,
     ) -> None:
         """Run a grid to its end. Kernels see `memory` both at its host address and at address_of.
 
         Grid and block are in CTAs and threads, sizes in bytes. `cooperative`: all CTAs are resident at once and may
-        wait for each other.
+        wait for each other. `dependent`: it may begin before the launch before it has ended (programmatic dependent
+        launch), unless the host has waited since, or has changed memory that the launches before have accessed.
         """
+        ...
+
+    def host_waited(self) -> None:
+        """Says that the host has waited for all launches so far, so that no later one overlaps them."""
         ...
 
     def call(self, program: CompiledHost, pointers: Sequence[int], memory: Sequence[Stretch]) -> None:

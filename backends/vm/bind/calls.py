@@ -179,7 +179,9 @@ class _Placer:
         assert isinstance(returns, Vector)
         assert isinstance(given, Vector)
         if not isinstance(target, Symbol) or len(call.operands) > 3:
-            raise self._refused(call, "an indirect call; this machine follows direct ones")
+            raise self._refused(
+                call, "a function through a register (an indirect call); this machine follows calls by name"
+            )
         self.calls += 1
         serial = f"call{self.calls}$"
         if call.guard is not None:

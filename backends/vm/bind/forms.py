@@ -144,6 +144,10 @@ REFUSED: Mapping[str, str] = {
 }
 """Spellings that ptxas accepts and this machine refuses: a pattern for their beginning, and the reason."""
 
+_NO_TEXTURES = "textures and surfaces are not supported (PTX ISA 9.7.10, 9.7.11)"
+ABSENT: Mapping[str, str] = dict.fromkeys(("tex", "tld4", "txq", "suld", "sust", "sured", "suq"), _NO_TEXTURES)
+"""First words of instructions that this machine lacks altogether, and the reason."""
+
 _TABLE: dict[str, list[Form]] = {}
 _IN_RING: dict[Bind, Bind] = {}
 _FLOATS = re.compile(r"(bf|tf|f)(16|32|64)(x2)?|e\dm\d(x\d)?|ue8m0x2|s2f6x2")
@@ -220,6 +224,10 @@ def find(instruction: Instruction) -> tuple[Form, Mapping[str, str]]:
             f"PTX line {instruction.line}: `{instruction.text}`: this machine refuses `{instruction.opcode}`: {reason}"
         )
     family = _TABLE.get(instruction.parts[0])
+    if not family and (absent := ABSENT.get(instruction.parts[0])):
+        raise UnknownInstructionError(
+            f"PTX line {instruction.line}: `{instruction.text}`: this machine has no `{instruction.parts[0]}`: {absent}"
+        )
     if not family:
         like = get_close_matches(instruction.parts[0], _TABLE, 1)
         raise UnknownInstructionError(

@@ -17,6 +17,7 @@ from backends.vm.bind.definedness import InstructionCarrier, flow_of, unwritten_
 from backends.vm.bind.flow import Bound, FlowGraph, check_warpgroup_registers, end_loads_at_use, touched_by
 from backends.vm.bind.forms import Form, bind_in_ring, find
 from backends.vm.bind.lanes import RunFinder
+from backends.vm.bind.operand_types import mistyped
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, UnknownInstructionError, counted
 from backends.vm.machine.code import (
@@ -32,8 +33,9 @@ from backends.vm.machine.code import (
     lanes_in,
     lanes_together,
 )
+from backends.vm.machine.special import RESERVED_OFFSETS
 from backends.vm.memory.shared import RESERVED
-from backends.vm.ptx.ast import Function, Instruction, Module, Symbol, Variable
+from backends.vm.ptx.ast import Function, Instruction, Module, Register, Symbol, Variable
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
@@ -254,6 +256,7 @@ def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Ve
         binder.uses.append(key)
     step = _in_ring(form, binder) if ring else form.bind(binder)
     refusal = missing(instruction.parts, len(instruction.operands), target, version)
+    refusal = refusal or mistyped(instruction, rows.types)
     if refusal is not None:
         raise binder.error(refusal)
     addresses = frozenset(binder.addresses) if binder.addresses else _NO_ADDRESSES
@@ -372,6 +375,13 @@ def bind_function(
         layout.param_size = _place(layout, param, layout.param_size)
     layout.static_shared = shared - RESERVED
     layout.dynamic = frozenset(dynamic)
+    layout.of_system = any(
+        isinstance(operand, Register)
+        and operand.name[1:] in RESERVED_OFFSETS
+        and operand.name not in function.registers
+        for one in function.instructions
+        for operand in one.operands
+    )
     for name, _, _ in layout.code.rows.addresses:
         if name != "_" and name not in dynamic and name not in layout.offsets:
             raise UnknownInstructionError(

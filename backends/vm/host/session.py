@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 ALIGNMENT: Final = 256
 """Bytes, as cudaMalloc guarantees (CUDA programming guide, device memory accesses)."""
+DEFAULT_STREAM: Final = 0
+MOST_COMPARED: Final = 64 << 20
+"""Bytes at the start of a tensor in which a change by the host between two launches is noticed."""
 TARGETS: Final[tuple[Target, ...]] = ("sm_90a", "sm_100a")
 
 
@@ -83,6 +87,9 @@ class Session:
         self._linked: dict[bytes, LinkedHost] = {}
         self._machine = Machine(*self._options)
         self._found = Findings()
+        self._last_in: int | None = None
+        self._left: dict[tuple[int, int], int] = {}
+        self._texts: dict[str, str] = {}
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -143,6 +150,7 @@ class Session:
         dynamic_smem: int = 0,
         memory: Sequence[StretchLike] = (),
         cooperative: bool = False,
+        dependent: bool = False,
     ) -> None:
         """Run a grid to its end. Fault for an error that ends the run, LaunchError for what no GPU would launch."""
         self._found = Findings()
@@ -152,8 +160,11 @@ class Session:
         if cooperative:
             shape = LaunchShape(grid, block, cluster, dynamic_smem)
             HostedDevice(self.target, self._sm_count).check_cooperative(entry, shape, function.static_shared)
-        with self._mapped(memory, ptx) as machine:
-            machine.launch(function, grid, block, params, cluster, dynamic_smem, cooperative=cooperative)
+        with self._mapped(memory, ptx, [entry]) as machine:
+            dependent, self._last_in = dependent and self._last_in == DEFAULT_STREAM, DEFAULT_STREAM
+            machine.launch(
+                function, grid, block, params, cluster, dynamic_smem, dependent=dependent, cooperative=cooperative
+            )
 
     def call(self, program: CompiledHostLike, pointers: Sequence[int], memory: Sequence[StretchLike]) -> None:
         """Call a host function. Fault and LaunchError come from its launches, HostError for what does not fit."""
@@ -164,9 +175,16 @@ class Session:
         linked = self._linked.get(program.host_object)
         if linked is None:
             linked = self._linked[program.host_object] = LinkedHost(program)
-        with self._mapped(memory, program.ptx) as machine:
+        with self._mapped(memory, program.ptx, self.entries(program.ptx) if program.ptx else ()) as machine:
             machine.memory.place_above(PROCESS_END)
-            linked.call(Runtime(machine, self._load(program.ptx), self.target, self._sm_count), pointers)
+            runtime = Runtime(machine, self._load(program.ptx), self.target, self._sm_count)
+            runtime.last_in = self._last_in
+            linked.call(runtime, pointers)
+            self._last_in = runtime.last_in
+
+    def host_waited(self) -> None:
+        """From now on no launch overlaps one from before: the host has waited for them."""
+        self._last_in = None
 
     def tensor_map(
         self,
@@ -196,10 +214,10 @@ class Session:
         )
 
     @contextmanager
-    def _mapped(self, memory: Sequence[StretchLike], ptx: str) -> Iterator[Machine]:
+    def _mapped(self, memory: Sequence[StretchLike], ptx: str, entries: Collection[str]) -> Iterator[Machine]:
         """The machine with `memory` mapped and its counters, findings and step budget reset.
 
-        An exception replaces the machine. `ptx` locates the findings in the source.
+        An exception replaces the machine. `ptx`, with these `entries`, locates the findings in the source.
         """
         machine = self._machine
         machine.findings = self._found
@@ -214,6 +232,7 @@ class Session:
                     buffer = machine.memory.add(one.name, data, place, writable=one.writable)
                     buffer.scratch = one.scratch
                     added.append(buffer)
+            self._notice_host_work(added)
             yield machine
         except Exception as stop:
             if isinstance(stop, Fault):
@@ -221,6 +240,7 @@ class Session:
             # As on a device: a fault ends the context, and with it the variables of all modules.
             self._machine = Machine(*self._options)
             self._machine.counters.update(machine.counters)
+            self._last_in = None
             raise
         finally:
             for fault in self._found.by_site.values():
@@ -232,14 +252,38 @@ class Session:
                     _say_copies(fault, ptx)
                 fault.source = source_of(ptx, fault.line)
                 if fault.other is not None:
-                    fault.other.source = source_of(ptx, fault.other.line)
+                    text = ptx
+                    if fault.rule == "dependent-launch-not-awaited":
+                        text = self._texts.get(fault.other.who, ptx if fault.other.who in entries else "")
+                    fault.other.source = source_of(text, fault.other.line)
+        self._note_launches(machine, added, ptx, entries)
         for buffer in added:
             machine.memory.remove(buffer)
+
+    def _notice_host_work(self, buffers: Sequence[Buffer]) -> None:
+        """Take a change of memory since the last launch for work of the host, which then lay between two launches."""
+        known = [one for one in buffers if (one.base, one.end) in self._left]
+        if any(_checksum(one) != self._left[one.base, one.end] for one in known):
+            self._last_in = None
+
+    def _note_launches(self, machine: Machine, buffers: Sequence[Buffer], ptx: str, entries: Iterable[str]) -> None:
+        """Note what a dependent launch that comes next may overlap: what lies in memory, and the texts of kernels."""
+        if not machine.races.chain.before:
+            self._left.clear()
+            self._texts.clear()
+        self._left |= {(one.base, one.end): _checksum(one) for one in buffers if machine.races.touched(one)}
+        for name in entries:
+            # Kernels of several modules may have one name. Then no line can be told.
+            self._texts[name] = ptx if self._texts.get(name, ptx) == ptx else ""
 
     def _spot(self, ptx: str, kernel: str, address: int) -> str:
         module = self._load(ptx)
         function = module.module.functions.get(kernel)
         return module.entry(kernel).spot_of(address) if function is not None and function.is_entry else ""
+
+
+def _checksum(buffer: Buffer) -> int:
+    return zlib.crc32(buffer.data[:MOST_COMPARED].data)
 
 
 _PTX_LINES = re.compile(r"PTX lines? (\d+)")

@@ -260,6 +260,28 @@ def proxy_fence(b: Binder) -> Step:
     return lambda warp: warp.fence_proxy(shared=shared, global_=global_)
 
 
+@opcode("fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster",
+        "fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster",
+        section="9.7.13.4", counter="fence")  # fmt: skip
+def one_way_proxy_fence(b: Binder) -> Step:
+    """Order generic accesses to shared memory before later accesses of the async proxy, within the cluster.
+
+    The ISA pairs a release by the thread that has accessed with an acquire by the one that issues. Here one of the two
+    is enough, like one fence.proxy.async.
+    """
+    b.expect(0)
+    releases = "release" in b.instruction.parts
+
+    def fence(warp: Warp) -> None:
+        if releases:
+            warp.fence_proxy(shared=True, global_=False)
+        order_memory(warp, "cluster", acquires=not releases, releases=releases)
+        if not releases:
+            warp.fence_proxy(shared=True, global_=False)
+
+    return fence
+
+
 @opcode("fence{.<sem>}.<scope>", section="9.7.13.4", counter="fence", sem="sc acq_rel acquire release",
         scope="cta cluster gpu sys")  # fmt: skip
 @opcode("fence.acquire.sync_restrict::shared::cluster.cluster", "fence.release.sync_restrict::shared::cta.cluster",

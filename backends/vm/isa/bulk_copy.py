@@ -389,12 +389,13 @@ def linear_load(b: Binder) -> Step:
 
 def _check_linear(destination: int, source: int, size: int, lane: int, memory: GlobalMemory, in_global: str) -> None:
     """`in_global`: which end lies in global memory; "" if none does."""
-    for what, value in (("destination", destination), ("source", source), ("size", size)):
+    for what, value in (("destination", destination), ("source", source)):
         if value % 16:
             place = memory.spot(value) if what == in_global else f" {value:#x}"
             raise Fault("misaligned", f"the {what}{place} of a bulk copy is not a multiple of 16", lane=lane)
-    if size <= 0:
-        raise Fault("bulk-copy", f"a bulk copy of {size} bytes", lane=lane)
+    if size <= 0 or size % 16:
+        said = f"a bulk copy of {size} bytes, where a positive multiple of 16 is possible"
+        raise Fault("bulk-copy", said, lane=lane)
     if size > MAX_DYNAMIC:  # Check before any piece is built.
         raise Fault("out-of-bounds", f"a bulk copy of {size} bytes; the shared memory of a CTA has at most "
                     f"{MAX_DYNAMIC}", lane=lane)  # fmt: skip

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, report
 from backends.vm.isa.bulk_copy import shared_address
 from backends.vm.machine.access import active
 from backends.vm.machine.cta import Cta
@@ -81,7 +81,8 @@ def _remote(b: Binder, operand: Operand) -> Callable[[Warp, int], tuple[Cta, int
         counter="memory", op="add", type="u32 s32 u64")  # fmt: skip
 def st_async(b: Binder) -> Step:
     """Store into, or reduce into, the shared memory of a CTA of the cluster. Completion is a complete_tx on an mbarrier
-    of that CTA. Reductions are atomic, so several may be in flight to one address."""
+    of that CTA. Reductions are atomic, so several may be in flight to one address. In a cluster of one CTA an H200 has
+    neither (facts.md 0.1)."""
     destination, source, barrier = b.expect(3)
     operation, kind = b.words.get("op", ""), b.words["type"]
     view = "u64x2" if kind == "b128" else "u" + kind[1:]
@@ -92,11 +93,19 @@ def st_async(b: Binder) -> Step:
     size, what = len(rows) * int(kind[1:]) // 8, "red.async" if operation else "st.async"
 
     def step(warp: Warp) -> None:
+        told = False
         for lane in active(warp).tolist():
             (cta, offset), (at, place) = to(warp, lane), signal(warp, lane)
             if at is not cta:
                 said = f"the mbarrier of {what} lies in another CTA than its destination"
                 raise Fault("remote-shared", said, lane=lane)
+            if warp.cta.cluster.size == 1:
+                said = f"this {what} is executed in a cluster of one CTA; the cluster must have more than one"
+                raise Fault("async-without-cluster", said, lane=lane)
+            if operation and cta is warp.cta and not told:
+                told = True
+                report(Fault("async-to-own-cta", "the destination of this red.async lies in the executing CTA; it must "
+                             "lie in another one", lane=lane))  # fmt: skip
             data = np.array([getattr(warp, view)[row][lane] for row in rows]).view(np.uint8)
             _begin(warp, lane, cta, offset, place, data)
         warp.next_epoch()

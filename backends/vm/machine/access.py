@@ -62,8 +62,10 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
     outside = (ranks < 0) | (ranks >= cluster.size)
     if count_nonzero(outside):
         lane = int(outside.argmax())
-        raise Fault("out-of-bounds", f"shared {access} at an address of CTA rank {ranks[lane]} of a cluster of "
-                    f"{cluster.size}", lane=lane, address=int(addresses[lane]))  # fmt: skip
+        said = f"shared {access} at an address of CTA rank {ranks[lane]} of a cluster of {cluster.size}"
+        # Through .shared, it is an address astray rather than a wrong rank.
+        rule = "remote-shared" if space == "shared::cluster" else "out-of-bounds"
+        raise Fault(rule, said, lane=lane, address=int(addresses[lane]))
     if space != "shared::cluster" and count_nonzero(ranks != warp.cta.place.cta_rank):
         lane = int((ranks != warp.cta.place.cta_rank).argmax())
         try:

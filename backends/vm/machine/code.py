@@ -256,7 +256,8 @@ class BoundFunction:
     """A function that a machine can launch: its code and where everything that it names lies, in bytes.
 
     `offsets`: state space and offset of each symbol. `dynamic`: the names of dynamic shared memory. `variables`: the
-    module's variables, one mapping shared by all its functions.
+    module's variables, one mapping shared by all its functions. `of_system`: it asks where the reserved shared memory
+    is, as cooperative groups of several warps do, and may access it.
     """
 
     code: Code
@@ -267,6 +268,7 @@ class BoundFunction:
     dynamic_align: int = 16
     local_size: int = 0
     param_size: int = 0
+    of_system: bool = False
 
     @property
     def name(self) -> str:

@@ -84,7 +84,9 @@ class Cta:
         self.place = place
         self.function = function = run.function
         agents, shape, code = cluster.agents, run.shape, function.code
-        self.smem = SharedMemory(agents, function.static_shared, shape.dynamic_smem, function.dynamic_align)
+        self.smem = SharedMemory(
+            agents, function.static_shared, shape.dynamic_smem, function.dynamic_align, of_system=function.of_system
+        )
         self.local_size = function.local_size
         self.mbarriers: dict[int, MBarrier] = {}
         self.warpgroups: dict[int, Warpgroup] = {}

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.machine.code import LANES
+from backends.vm.memory.shared import RESERVED, RESERVED_USED
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
@@ -64,12 +65,17 @@ def _divide(a: Dim3, b: Dim3) -> Dim3:
     return a[0] // b[0], a[1] // b[1], a[2] // b[2]
 
 
+RESERVED_OFFSETS = {
+    "reserved_smem_offset_begin": 0, "reserved_smem_offset_end": RESERVED_USED, "reserved_smem_offset_cap": RESERVED,
+    "reserved_smem_offset_0": 0, "reserved_smem_offset_1": 0,
+}  # fmt: skip
+"""Where the reserved shared memory lies: the values of an H200 (facts.md 0.1)."""
 _AXES = ("x", "y", "z")
 _TRIPLES = ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid")
 _SINGLES = (
     "laneid", "warpid", "nwarpid", "smid", "nsmid", "gridid", "cluster_ctarank", "cluster_nctarank",
     "is_explicit_cluster", "lanemask_eq", "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt",
-    "dynamic_smem_size", "total_smem_size", "aggr_smem_size",
+    "dynamic_smem_size", "total_smem_size", "aggr_smem_size", *RESERVED_OFFSETS,
 )  # fmt: skip
 _ENVIRONMENT = tuple(f"envreg{number}" for number in range(32))
 SPECIAL_REGISTERS = frozenset(
@@ -139,6 +145,7 @@ def _single(base: str, warp: Warp, place: Place) -> int:
         return {"envreg1": workspace >> 32, "envreg2": workspace & 0xFFFF_FFFF}.get(base, 0)
     smem = warp.cta.smem
     return {
+        **RESERVED_OFFSETS,
         "warpid": warp.index,
         "nwarpid": len(warp.cta.warps),
         "smid": 0,

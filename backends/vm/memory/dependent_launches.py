@@ -5,7 +5,8 @@ griddepcontrol.launch_dependents or ended, even before their writes have arrived
 launch before is complete and its memory operations are visible (PTX ISA 9.7.13.13; the CUDA programming guide,
 "Programmatic Dependent Launch and Synchronization", asks for it even where nothing launches dependents early). Neither
 source says that it waits for more: a launch further back is over only if the launch in between has itself waited. A
-wait is one element of the vector clocks. Any order after a warp that has waited carries it along.
+wait is one element of the vector clocks. Any order after a warp that has waited carries it along. Launches further
+back than MOST_OVERLAPPING count as over: a door may launch thousands, and each keeps marks of all its memory.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from backends.vm.memory.global_memory import Addresses, Buffer
 
 if TYPE_CHECKING:
     from backends.vm.memory.global_races import Shadow
+
+
+MOST_OVERLAPPING = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,8 +53,8 @@ class LaunchChain:
         """Begin a launch of `kernel`; `last` are the shadows of the one before."""
         if dependent:
             unfinished = self.after if self.waited else self.before
-            self.before = [Earlier(self.kernel, last), *self.before]
-            self.after = unfinished
+            self.before = [Earlier(self.kernel, last), *self.before][:MOST_OVERLAPPING]
+            self.after = [one for one in unfinished if one in self.before]
         else:
             self.before, self.after = [], []
         self.kernel, self.waited = kernel, False
@@ -72,7 +76,8 @@ class LaunchChain:
         """
         for earlier in self._overlapping(clock):
             shadow = earlier.shadows.get(buffer.base)
-            if shadow is None:
+            # At a door, memory may have been freed between the launches, and other memory may lie there now.
+            if shadow is None or shadow.end != buffer.end:
                 continue
             granules = shadow.granules(addresses, size)
             for marks in (shadow.writer, shadow.reader) if writes else (shadow.writer,):

@@ -186,22 +186,25 @@ class GlobalMemory:
         index = bisect.bisect(self._bases, address) - 1
         if index >= 0 and address + size <= self._buffers[index].end:
             return self._buffers[index]
-        raise Fault(
-            "out-of-bounds", f"{access} of {counted(size, 'byte')} is outside of every buffer{self.nearest(address)}"
-        )
+        where = f"outside of every buffer{self.nearest(address, size)}"
+        raise Fault("out-of-bounds", f"{access} of {counted(size, 'byte')} is {where}")
 
-    def nearest(self, address: int) -> str:
-        """The end of a sentence about an address in no buffer: names the nearest buffer."""
+    def nearest(self, address: int, size: int = 1) -> str:
+        """The end of a sentence about `size` bytes that no buffer holds: names the buffer that holds the first of them,
+        or the nearest."""
         if address < NULL_BYTES:
             return f"; {counted(address, 'byte')} behind a null pointer" if address else "; a null pointer"
         if not self._buffers:
             return ""
+        if (first := self.holding(address)) is not None:
+            held, past = counted(first.data.size, "byte"), counted(address + size - first.end, "byte")
+            return f"; it begins at byte {address - first.base} of `{first.name}` ({held}) and runs {past} past its end"
 
         def gap(buffer: Buffer) -> int:
             return min(abs(address - buffer.base), abs(address - buffer.end))
 
         near = min(self._buffers, key=gap)
-        side = "after the end" if address >= near.end - 16 else "before the start"
+        side = "after the end" if address >= near.end else "before the start"
         sizes = counted(near.data.size, "byte"), counted(gap(near), "byte")
         return f"; the nearest is `{near.name}` ({sizes[0]}), {sizes[1]} {side}"
 

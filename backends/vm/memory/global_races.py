@@ -76,13 +76,14 @@ class Accessor(Protocol):
 
 @dataclass(slots=True)
 class Shadow:
-    """Marks of one buffer; granule i holds 2 ** shift bytes from base + (i << shift).
+    """Marks of one buffer, which ends at `end`; granule i holds 2 ** shift bytes from base + (i << shift).
 
     `line` and `lanes` describe the last write, `read_line` the last read, `constant_line` the last load with .nc, and
     `scopes` the last strong write; both are made on first use.
     """
 
     base: int
+    end: int
     shift: int
     writer: Addresses
     reader: Addresses
@@ -98,6 +99,7 @@ class Shadow:
         count = (buffer.end - base) // COARSE + 1
         return cls(
             base,
+            buffer.end,
             COARSE.bit_length() - 1,
             np.zeros(count, np.int64),
             np.zeros(count, np.int64),
@@ -228,6 +230,10 @@ class GlobalRaces:
         self.stored = False
         self.maps = MapFences(self)
         self.map_reads = MapReads(self)
+
+    def touched(self, buffer: Buffer) -> bool:
+        """Whether the latest launch, or one before it that may overlap it, has accessed `buffer`."""
+        return buffer.base in self._shadows or self.chain.had(buffer)
 
     def begin_cluster(self, first: Dim3) -> int:
         """Register a cluster that begins at CTA `first`. Returns its serial number."""

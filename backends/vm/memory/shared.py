@@ -40,6 +40,8 @@ Addresses = npt.NDArray[np.int64]
 Granules = npt.NDArray[np.int64]
 
 RESERVED = 0x400
+RESERVED_USED = 288
+"""Of the reserved bytes, those that the system's device code uses on an H200 (facts.md 0.1)."""
 WHOLE = 0x01010101
 """Four defined bytes as one word of `defined`."""
 MBARRIER = -1
@@ -72,18 +74,23 @@ class SharedMemory:
     `unfenced_overwrites` counts bulk copies over what threads have read with no proxy fence in between. `allocs`: PTX
     lines of tcgen05.alloc, whose result word counts as such a read when a copy overwrites it. `copied`: PTX lines of
     cp.async whose threads have waited for them. `scopes`: of the last strong writes, by byte; None until one leaves
-    other CTAs of the cluster out. `place`: this memory for compiled code; None when an observer wants
-    every access.
+    other CTAs of the cluster out. `first`: the first byte that the kernel may access; 0 for one that is `of_system`,
+    whose reserved bytes have some value. `place`: this memory for compiled code; None when an observer wants every
+    access.
     """
 
-    def __init__(self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16) -> None:
+    def __init__(
+        self, agents: Agents, static_size: int, dynamic_size: int, dynamic_align: int = 16, *, of_system: bool = False
+    ) -> None:
         self.agents = agents
+        self.first = 0 if of_system else RESERVED
         self.dynamic_offset = dynamic_offset(static_size, dynamic_align)
         self.dynamic_size = dynamic_size
         self.size = self.dynamic_offset + dynamic_size
         padded = -(-self.size // 16) * 16
         self.data: Bytes = np.zeros(padded, np.uint8)
         self.defined = np.zeros(padded, np.bool_)
+        self.defined[self.first : RESERVED_USED] = True
         self.sources = Sources()
         self.in_flight = np.zeros(padded // 4, np.int32)
         self.divided = np.zeros(padded // 4, np.uint8)
@@ -98,23 +105,23 @@ class SharedMemory:
         self.copied: set[int] = set()
         self.scopes: Scopes | None = None
         self.place: MemoryWords | None = MemoryWords(
-            RESERVED, self.size, self.data, self.defined, self.in_flight, self.divided, self.many_readers,
+            self.first, self.size, self.data, self.defined, self.in_flight, self.divided, self.many_readers,
             agents.releases.partial, agents.reads.partial, agents.reads.last, self._reader_words, self.divided.size,
             *self.writes.granules.arrays, *self.reads.granules.arrays, *[None] * BYTE_FIELDS,
         )  # fmt: skip
 
     def check(self, offsets: Addresses, size: int, access: str) -> None:
         """Raise Fault unless every access of `size` bytes is inside this CTA's shared memory and aligned."""
-        bad = (offsets < RESERVED) | (offsets + size > self.size) | (offsets & (size - 1) != 0)
+        bad = (offsets < self.first) | (offsets + size > self.size) | (offsets & (size - 1) != 0)
         if count_nonzero(bad):
             lane = int(np.flatnonzero(bad)[0])
             at = int(offsets[lane])
-            if at >= RESERVED and at + size <= self.size:
+            if at >= self.first and at + size <= self.size:
                 raise Fault("misaligned", f"shared {access} of {size} bytes at an address that is not a multiple of "
                             f"{size}", lane=lane, address=at)  # fmt: skip
-            room = counted(self.size - RESERVED, "byte")
+            room = counted(self.size - self.first, "byte")
             raise Fault("out-of-bounds", f"shared {access} of {counted(size, 'byte')}; this CTA has {room} from "
-                        f"{RESERVED:#x} to {self.size:#x}", lane=lane, address=at)  # fmt: skip
+                        f"{self.first:#x} to {self.size:#x}", lane=lane, address=at)  # fmt: skip
 
     def check_region(self, offset: int, size: int, access: str) -> None:
         """Raise Fault unless `size` bytes at `offset` are inside and aligned to their size."""
@@ -476,9 +483,9 @@ class SharedMemory:
                      "a group is missing", lane=lane, address=marks.unit * cell, other=other))  # fmt: skip
 
     def _check_inside(self, granules: Granules, what: str) -> None:
-        if granules.size and (int(granules.min()) < RESERVED // 4 or int(granules.max()) >= self.size // 4):
+        if granules.size and (int(granules.min()) < self.first // 4 or int(granules.max()) >= self.size // 4):
             at = int(granules.max() if int(granules.max()) >= self.size // 4 else granules.min())
-            raise Fault("out-of-bounds", f"{what} outside of the CTA's shared memory ({RESERVED:#x}..{self.size:#x})",
+            raise Fault("out-of-bounds", f"{what} outside of the CTA's shared memory ({self.first:#x}..{self.size:#x})",
                         address=4 * at)  # fmt: skip
 
     def _check_fenced(self, granules: Granules, clock: Clock, what: str, relied: Set[int]) -> None:

@@ -51,6 +51,7 @@ _NAMED = {
     "LINKAGE": "a linkage such as .visible",
     "DIRECTIVE": "a directive such as .reqntid",
     "VERSION_NUMBER": "a version such as 8.6",
+    "ADDRESS_SIZE": "64",
     "VECTOR": "a vector length such as .v4",
     "STRING": "a string",
     "SECTION": "'.section'",
@@ -62,6 +63,10 @@ _NAMED = {
     "ATTRIBUTE": "'.attribute'",
     "BRANCH_TARGETS": "'.branchtargets'",
 }
+ADDRESS_SIZE = 64
+NEWEST_MAJOR = 9
+LAST_MINOR = {1: 5, 2: 3, 3: 2, 4: 3, 5: 0, 6: 5, 7: 8, 8: 8}
+"""The last PTX version of each major one that has ended (PTX ISA 13)."""
 _CONSTANT = {_NAMED[each] for each in ("INT", "FLOAT", "UNARY", "SIGN", "LPAR")}
 
 
@@ -121,13 +126,19 @@ class _ModuleBuilder:
                 self._declare_variables(item)
             else:
                 self._declare_function(item)
-        major, minor = raw.version.split(".")
-        if raw.address_size not in (32, 64):
-            raise MisreadError(f".address_size is {raw.address_size}; it is 32 or 64", raw.version)
+        major, minor = map(int, raw.version.split("."))
+        if not 1 <= major <= NEWEST_MAJOR or minor > LAST_MINOR.get(major, minor):
+            last = f"the last {major}.x is {major}.{LAST_MINOR[major]}" if major in LAST_MINOR else "the latest is 9.x"
+            raise MisreadError(f".version is {raw.version}; PTX has no such version, {last}", raw.version)
+        if raw.address_size is not None and int(raw.address_size) != ADDRESS_SIZE:
+            raise MisreadError(
+                f".address_size is {raw.address_size}; sm_90 and later have addresses of {ADDRESS_SIZE} bits only",
+                raw.address_size,
+            )
         return Module(
-            version=(int(major), int(minor)),
+            version=(major, minor),
             target=tuple(str(each) for each in raw.target),
-            address_size=int(raw.address_size),
+            address_size=ADDRESS_SIZE,
             variables=self._variables,
             functions=self._functions,
         )

@@ -195,5 +195,5 @@ class RawModule(NamedTuple):
 
     version: Token
     target: Sequence[Token]
-    address_size: int
+    address_size: Token | None
     items: Sequence[RawVariable | RawFunction]

@@ -286,16 +286,13 @@ class TreeBuilder(Transformer[Token, RawModule]):
     def func(self, children: list[object]) -> RawFunction:
         return _function(children, is_entry=False)
 
-    def address_size(self, children: list[int]) -> tuple[int]:
-        return (children[0],)
-
     def module(self, children: list[object]) -> RawModule:
         (version,) = _tokens(children, "VERSION_NUMBER")
-        sizes = [child for child in children if type(child) is tuple]
+        sizes = _tokens(children, "ADDRESS_SIZE")
         return RawModule(
             version=version,
             target=_tokens(children, "NAME"),
-            address_size=sizes[0][0] if sizes else 32,
+            address_size=sizes[0] if sizes else None,
             items=[child for child in children if isinstance(child, RawVariable | RawFunction)],
         )
 

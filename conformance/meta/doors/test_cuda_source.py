@@ -68,6 +68,29 @@ def test_an_error_of_the_source_is_said_once(nvcc: Nvcc) -> None:
         compiled("int x = ;\n", "sm_100a")
 
 
+@with_nvrtc
+def test_a_header_that_all_compilers_lack_is_said_once(nvcc: Nvcc) -> None:
+    lack = "source.cu:1:10: fatal error: nobody_has.h: No such file or directory"
+    places = [nvcc(lack, 1), nvcc(lack, 1)]
+    with pytest.raises(LaunchRefusedError) as refused:
+        compiled("#include <nobody_has.h>\n", "sm_100a")
+    said = str(refused.value)
+    assert said.count("nobody_has.h") == 1, said
+    assert said.endswith(f"do not compile the source: {lack}"), said
+    assert all(place in said for place in (*places, "NVRTC")), f"a compiler is not named: {said}"
+
+
+def test_what_compilers_lack_is_said_once_each(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_source, "nvrtc_binding", lambda: None)
+    header, host = "x.cu:1:1: fatal error: a.h: No such file", "nvcc fatal : Cannot find compiler 'cl.exe'"
+    for words in (f"{header} or directory", host, f"{header} or directory"):
+        nvcc(words, 1)
+    with pytest.raises(LaunchRefusedError) as refused:
+        compiled("#include <a.h>\n", "sm_100a")
+    said = str(refused.value)
+    assert (said.count(header), said.count(host)) == (1, 1), said
+
+
 @pytest.mark.usefixtures("no_nvrtc", "nvcc")
 def test_no_compiler_at_all() -> None:
     with pytest.raises(UnsupportedError, match="neither nvcc nor NVRTC is here; the extra `cuda`"):

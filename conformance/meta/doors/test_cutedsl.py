@@ -37,6 +37,13 @@ def axpy(x: cute.Tensor, y: cute.Tensor, a: cutlass.Float32, stream: cuda.CUstre
 
 
 @cute.jit
+def axpy_early(x: cute.Tensor, y: cute.Tensor, a: cutlass.Float32, stream: cuda.CUstream):
+    n = cute.size(x)
+    grid = [cute.ceil_div(n, 128), 1, 1]
+    axpy_kernel(x, y, a, n).launch(grid=grid, block=[128, 1, 1], stream=stream, use_pdl=True)
+
+
+@cute.jit
 def beyond(x: cute.Tensor, y: cute.Tensor):
     axpy_kernel(x, y, cutlass.Float32(1), cute.size(x) + 1).launch(grid=[9, 1, 1], block=[128, 1, 1])
 
@@ -76,6 +83,21 @@ def installed() -> Iterator[None]:
 
 def _operands(n: int = 1000) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(float(n)), torch.ones(n)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_launch_may_begin_before_that_of_the_call_before_has_ended(waits: bool) -> None:
+    device = megamoe.cutedsl.install("sm_100a", profile="lenient")
+    try:
+        x, y, z = (torch.ones(256) for _ in range(3))
+        axpy(*map(from_dlpack, (x, y)), 2.0)
+        if waits:
+            runtime.cudaDeviceSynchronize()
+        axpy_early(*map(from_dlpack, (y, z)), 1.0, cuda.CUstream(0))
+    finally:
+        megamoe.cutedsl.uninstall()
+    found = [one.rule for one in device.findings]
+    assert set(found) == set(() if waits else ("dependent-launch-not-awaited",)), f"the host waits: {waits}; {found}"
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])

@@ -169,6 +169,27 @@ def test_what_a_kernel_prints(capsys):
     assert len(lines) == 128
     assert lines[100] == "pid (0, 0, 0) idx (100) x: 100"
 
+@triton.jit
+def producer(x, o, B: tl.constexpr):
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.store(o + tl.arange(0, B), tl.load(x + tl.arange(0, B)) * 2)
+
+@triton.jit
+def consumer(x, o, WAITS: tl.constexpr, B: tl.constexpr):
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    tl.store(o + tl.arange(0, B), tl.load(x + tl.arange(0, B)))
+
+@pytest.mark.parametrize("early, waits", [(True, False), (True, True), (False, False)])
+def test_a_programmatic_dependent_launch(early, waits):
+    machine = megamoe.triton.install("sm_100a", profile="lenient").machine
+    x, y, z = torch.randn(64), torch.zeros(64), torch.zeros(64)
+    producer[(1,)](x, y, B=64, num_warps=1)
+    consumer[(1,)](y, z, waits, B=64, num_warps=1, launch_pdl=early)
+    assert torch.equal(z, 2 * x)
+    found = [one.rule for one in machine.findings]
+    assert found == ["dependent-launch-not-awaited"] * (early and not waits), found
+
 @gluon.jit
 def one_box(desc, o, P: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     smem = gl.allocate_shared_memory(desc.dtype, [P, C], desc.layout)
@@ -237,7 +258,7 @@ def _pytest(folder: Path, text: str, *options: str) -> str:
 
 def test_kernels_of_triton_run_on_cpu_tensors(tmp_path: Path) -> None:
     said = _pytest(tmp_path, SCRIPT)
-    assert "18 passed" in said, said
+    assert "21 passed" in said, said
 
 
 def test_a_test_suite_runs_and_findings_fail_it(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import torch
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from conformance.fakes.low_memory import low_memory
-from megamoe.contract.machine import PixelBox
-from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError, plain_name, tensor_map
+from megamoe.contract.machine import PixelBox, Stretch
+from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError, host_waited, plain_name, tensor_map
 
 HEAD = ".version 8.7\n.target sm_100a\n.address_size 64\n"
 SCALE = f"""{HEAD}
@@ -59,6 +59,22 @@ ADDRESS = f"""{HEAD}
   ret;
 }}
 """
+FIRST = f"""{HEAD}
+.visible .entry first(.param .u64 a, .param .u64 b)
+{{
+  .reg .u64 %rd<3>;
+  .reg .u32 %r<2>;
+  ld.param.u64 %rd1, [a];
+  ld.param.u64 %rd2, [b];
+  griddepcontrol.launch_dependents;
+  ld.global.u32 %r1, [%rd2];
+  st.global.u32 [%rd1], 7;
+  ret;
+}}
+"""
+"""Writes `a` and reads `b`."""
+SECOND = FIRST.replace("entry first", "entry second").replace("st.global.u32 [%rd1], 7;", "")
+"""Reads `b`."""
 BEHIND = f"""{HEAD}
 .visible .entry behind(.param .u64 table)
 {{
@@ -225,6 +241,77 @@ def test_a_cooperative_launch_has_a_barrier_of_its_grid(vm: Device) -> None:
     assert seen[0], "the address of the barrier"
     with pytest.raises(LaunchRefusedError, match=r"a cooperative launch of 100000 CTAs, of which only \d+ fit"):
         vm.launch(GRID, "where", 100_000, 1, seen, cooperative=True)
+
+
+I32 = np.zeros(4, np.int32)
+SPARSE = torch.zeros(4, 4).to_sparse()
+UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "a sparse tensor": ({"args": (SPARSE, I32)}, "a tensor has the layout torch.sparse_coo; .* t.to_dense()"),
+    "a sparse tensor in memory": ({"memory": [SPARSE]}, "a tensor has the layout torch.sparse_coo"),
+    "a sparse workspace": ({"scratch": [SPARSE]}, "a tensor has the layout torch.sparse_coo"),
+    "a tensor that is nowhere": ({"args": (torch.zeros(4, device="meta"), I32)}, "a tensor is on meta; .* of the CPU"),
+    "half a byte of shared memory": ({"smem": 1.5}, "smem is 1.5; it must be a whole number of bytes"),
+    "shared memory in words": ({"smem": "8"}, "smem is '8'; it must be a whole number"),
+    "no shared memory": ({"smem": None}, "smem is None; it must be a whole number"),
+    "memory that is no array": ({"memory": [3]}, "memory is given int; it takes tensors and NumPy arrays"),
+    "memory that is no list": ({"memory": 5}, "memory is 5; it takes a list of tensors"),
+    "scratch that is no list": ({"scratch": 5}, "scratch is 5; it takes a list of tensors"),
+    "an entry that is no name": ({"entry": 3}, "the entry is 3; it must be the name of a kernel: first"),
+    "a source that is no text": ({"source": None}, "the source is NoneType; it must be text or the name of a file"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_unusable_input_is_refused_in_a_sentence(name: str, vm: Device) -> None:
+    options, sentence = UNUSABLE[name]
+    left = {"source": FIRST, "entry": "first", "args": (I32, I32), **options}
+    source, entry, args = (left.pop(one) for one in ("source", "entry", "args"))
+    with pytest.raises(LaunchRefusedError, match=sentence):
+        vm.launch(source, entry, 1, 1, *args, **left)
+
+
+def ran_after(vm: Device, between: Callable[[np.ndarray[Any, Any]], object], *, dependent: bool = False) -> list[str]:
+    """The rules that SECOND breaks if it reads what FIRST wrote, with `between` done in between to that array."""
+    a, b = np.zeros(4, np.uint32), np.ones(4, np.uint32)
+    vm.launch(FIRST, "first", 1, 1, a, b)
+    between(a)
+    vm.launch(SECOND, "second", 1, 1, b, a, dependent=dependent)
+    return [one.rule for one in vm.findings]
+
+
+def test_a_dependent_launch_is_checked_until_it_waits() -> None:
+    vm = Device(profile="lenient")
+    assert ran_after(vm, lambda a: None) == [], "a launch without the option begins when the one before has ended"
+    assert ran_after(vm, lambda a: None, dependent=True) == ["dependent-launch-not-awaited"]
+    said = str(vm.findings[0])
+    assert "kernel second, PTX line 12" in said, said
+    assert "first, which wrote it at PTX line 13" in said, said
+
+
+def test_a_dependent_launch_that_waits_is_clean() -> None:
+    vm = Device()
+    a = np.zeros(4, np.uint32)
+    vm.launch(FIRST, "first", 1, 1, a, a.copy())
+    waits = SECOND.replace("griddepcontrol.launch_dependents", "griddepcontrol.wait")
+    vm.launch(waits, "second", 1, 1, a.copy(), a, dependent=True)
+    assert not vm.findings, f"found {list(map(str, vm.findings))}"
+
+
+@pytest.mark.parametrize("between", [lambda a: host_waited(), lambda a: a.fill(3)], ids=["waits", "writes"])
+def test_work_of_the_host_orders_two_launches(between: Callable[..., object]) -> None:
+    found = ran_after(Device(profile="lenient"), between, dependent=True)
+    assert found == [], f"the host was in between, and {found} was found"
+
+
+def test_a_dependent_launch_gets_the_memory_that_an_earlier_one_had() -> None:
+    """A larger array at the same place: marks of the smaller one say nothing about it."""
+    machine = Device().machine
+    room = np.zeros(4096, np.uint8)
+    small, large = (Stretch("a", room.ctypes.data, size, writable=True) for size in (16, 4096))
+    where, end = (struct.pack("<Q", room.ctypes.data + offset) for offset in (0, 4092))
+    machine.launch(FIRST, "first", (1, 1, 1), (1, 1, 1), [where, where], memory=[small])
+    machine.launch(SECOND, "second", (1, 1, 1), (1, 1, 1), [where, end], memory=[large], dependent=True)
+    assert not machine.findings, f"found {list(map(str, machine.findings))}"
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ INDIRECT = CALLER.replace("(r), thrice, (a)", "(r), %rd1, (a), proto").replace("
 REFUSED = [
     (FUNCTIONS.replace("(r), plus, (a, b)", "(r), thrice, (a)") + CALLER, "thrice, which calls itself"),
     (".extern .func (.param .b32 out) thrice(.param .b32 x);" + CALLER, "thrice, which has no body here"),
-    (FUNCTIONS + INDIRECT, "an indirect call"),
+    (FUNCTIONS + INDIRECT, "calls a function through a register (an indirect call)"),
     (FUNCTIONS + CALLER.replace("(r), thrice, (a)", "(r), plus, (a)"), "plus with other arguments than its 3"),
     (FUNCTIONS + CALLER.replace("(r), thrice, (a)", "(r), thrice, (y)"), "thrice with other arguments than its 2"),
 ]
@@ -502,6 +502,51 @@ def _cooperate(ctas: int, schedule: str, *, cooperative: bool = True) -> list[in
 def test_the_ctas_of_a_cooperative_launch_wait_for_each_other(schedule: str) -> None:
     ctas = 12
     assert _cooperate(ctas, schedule) == [7 * (x % (32 * ctas)) for x in range(32, 32 * ctas + 32)]
+
+
+TILES = """
+.visible .entry k(.param .u64 y)
+{
+  .reg .b32 %r<12>;
+  .reg .b64 %rd<4>;
+  .reg .pred %p<4>;
+  ld.param.u64 %rd1, [y];
+  mov.u32 %r1, %tid.x;
+  shr.u32 %r2, %r1, 5;
+  mov.u32 %r3, %reserved_smem_offset_1;
+  cvt.u64.u32 %rd2, %r3;
+  cvta.shared.u64 %rd2, %rd2;
+  and.b32 %r4, %r1, 31;
+  setp.ne.u32 %p1, %r4, 0;
+  @%p1 bra STARTED;
+  shl.b32 %r5, 1, %r2;
+  not.b32 %r6, %r5;
+  red.and.release.cta.b32 [%rd2], %r6;
+STARTED:
+  barrier.sync 0;
+  @%p1 bra MET;
+  red.or.release.cta.b32 [%rd2], %r5;
+WAITING:
+  ld.acquire.cta.u32 %r7, [%rd2];
+  and.b32 %r7, %r7, 3;
+  setp.ne.u32 %p2, %r7, 3;
+  @%p2 bra WAITING;
+MET:
+  mov.u32 %r8, %reserved_smem_offset_end;
+  mov.u32 %r9, %reserved_smem_offset_cap;
+  st.global.v2.u32 [%rd1], {%r8, %r9};
+  ret;
+}
+"""
+"""The tiles of several warps of cooperative_groups meet in reserved shared memory that nobody has initialised."""
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random:3"])
+def test_tiles_of_several_warps_meet_in_reserved_shared_memory(schedule: str) -> None:
+    machine, y = Machine(schedule), np.zeros(2, np.uint32)
+    address = machine.memory.add("y", y.view(np.uint8)).base
+    machine.launch(load(HEAD + TILES).entry("k"), (1, 1, 1), (64, 1, 1), [address.to_bytes(8, "little")])
+    assert y.tolist() == [288, 1024], "the end of the reserved bytes and their number, as on an H200"
 
 
 def test_other_launches_have_no_barrier_of_the_grid() -> None:

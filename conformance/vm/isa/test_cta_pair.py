@@ -239,21 +239,32 @@ clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %more, %r;
 @!%more bra OUT;
 DECODE
 add.s32 %x, %x, %rank; xor.b32 %phase, %phase, 1;
-fence.proxy.async.shared::cta; barrier.cluster.arrive; barrier.cluster.wait;
+FENCED
 bra WORK;
 OUT: ret;"""
+TWO_WAY = "fence.proxy.async.shared::cta; barrier.cluster.arrive; barrier.cluster.wait;"
+ONE_WAY = """fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;
+barrier.cluster.arrive; barrier.cluster.wait;
+fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;"""
+"""The fences of the ISA's own example (PTX ISA 9.7.13.17)."""
 WAIT = "WAITING: mbarrier.try_wait.parity.shared.b64 %ok, [mbar], %phase; @!%ok bra WAITING;"
 SCALARS = "".join(f"clusterlaunchcontrol.query_cancel.get_first_ctaid::{axis}.b32.b128 %{axis}, %r;" for axis in "xyz")
 VECTOR = "clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {%x, %y, %z, %w}, %r;"
 
 
 def run(
-    schedule: str, cluster: int, decode: str = SCALARS, wait: str = WAIT, everybody: str = ".multicast::cluster::all"
+    schedule: str,
+    cluster: int,
+    decode: str = SCALARS,
+    wait: str = WAIT,
+    everybody: str = ".multicast::cluster::all",
+    fenced: str = TWO_WAY,
 ) -> tuple[npt.NDArray[np.uint32], int]:
     """How often the work of each CTA was done, uint32 [z, y, x], and how many CTAs ran."""
     meet = "barrier.cluster.arrive; barrier.cluster.wait;" if cluster > 1 else ""
     body = (
         BODY.replace("DECODE", decode)
+        .replace("FENCED", fenced)
         .replace("MEET", meet)
         .replace("WAIT\n", wait + "\n")
         .replace("ALL.", everybody + ".")
@@ -270,6 +281,12 @@ def test_all_work_is_done_once(schedule: str, cluster: int, decode: str) -> None
     done, workers = run(schedule, cluster, decode)
     assert np.all(done == 1), f"some work was not done exactly once: {done.tolist()}"
     assert workers < done.size, f"{workers} CTAs ran for {done.size} pieces of work: nothing was taken over"
+
+
+@pytest.mark.parametrize("schedule", LAUNCH_SCHEDULES)
+def test_the_fences_of_the_isa_s_example(schedule: str) -> None:
+    done, _ = run(schedule, 2, fenced=ONE_WAY)
+    assert np.all(done == 1), f"some work was not done exactly once: {done.tolist()}"
 
 
 def test_without_multicast_only_the_asking_cta_is_told() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from backends.vm.faults import Fault
-from conformance.vm.kernel import TWENTY, Kernel, assert_clean, wait
+from conformance.vm.kernel import TWENTY, Kernel, assert_blamed, assert_clean, collected, slugs, wait
 
 
 def test_128_bits_are_swapped_at_once() -> None:
@@ -72,6 +72,38 @@ add.u32 %r8, %tx, 1; red.async.relaxed.cluster.shared::cluster.mbarrier::complet
     wanted = np.zeros(16, np.uint32)
     wanted[[0, 8]] = 32 * 33 // 2
     assert_clean(kernel, {"out": wanted}, schedules=TWENTY[:6])
+
+
+def reduced_into(other: int) -> Kernel:
+    """Each CTA of a pair adds 0 to 31 to a word of the CTA of rank `rank ^ other`."""
+    body = (
+        REMOTE.format(0, 4 * 32)
+        + f"""xor.b32 %r5, %cta, {other};
+mapa.shared::cluster.u32 %r6, %r1, %r5; mapa.shared::cluster.u32 %r7, %r2, %r5;
+red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%r6], %tx, [%r7];
+"""
+        + read_back(4)
+    )
+    return Kernel(body, {"out": np.zeros(16, np.uint32)}, grid=(2, 1, 1), cluster=(2, 1, 1))
+
+
+def test_a_reduction_into_the_own_cta_is_done_all_the_same() -> None:
+    """PTX ISA 9.7.13.7 defines one into another CTA of the cluster only."""
+    for other, expected in ((1, []), (0, ["async-to-own-cta"])):
+        found, data = collected(reduced_into(other))
+        assert slugs(found) == expected, f"into the CTA of rank ^ {other}: {list(map(str, found))}"
+        assert data["out"][[0, 8]].tolist() == [31 * 32 // 2] * 2, f"into the CTA of rank ^ {other}"
+
+
+@pytest.mark.parametrize("instruction", ["st.async.shared::cluster", "red.async.relaxed.cluster.shared::cluster"])
+def test_neither_st_async_nor_red_async_exists_in_a_cluster_of_one(instruction: str) -> None:
+    """An H200 ends such a launch with an illegal instruction (facts.md 0.1)."""
+    kind = "b32" if instruction.startswith("st") else "add.u32"
+    body = (
+        REMOTE.format(0, 4)
+        + f"@%p1 ret;\n{instruction}.mbarrier::complete_tx::bytes.{kind} [%r1], %tx, [%r2]; //!\n{read_back(4)}"
+    )
+    assert_blamed(Kernel(body, {"out": np.zeros(16, np.uint32)}), "async-without-cluster", "in a cluster of one CTA")
 
 
 def test_a_run_of_words_is_combined_with_the_other_ctas() -> None:

@@ -11,6 +11,7 @@ from backends.vm.executor import VmExecutor
 from backends.vm.faults import LaunchError, UnknownInstructionError
 from backends.vm.load import load
 from backends.vm.machine.machine import Machine
+from backends.vm.memory.dependent_launches import MOST_OVERLAPPING
 from conformance.vm.kernel import Kernel, assert_blamed, assert_clean, collected, slugs
 from megamoe.contract import BufferArg, Launch, Program, RunOptions
 
@@ -93,6 +94,11 @@ def test_parameters_must_fit_the_entry() -> None:
 
 UNKNOWN = {
     "an opcode that is spelt wrong": ("xorr.b32 %r1, %r2;", "the opcode `xorr`; did you mean `xor`?"),
+    "a texture": (
+        "tex.1d.v4.f32.s32 {%f1, %f2, %f3, %f4}, [%rd1, {%r1}];",
+        r"this machine has no `tex`: textures and surfaces are not supported",
+    ),
+    "a surface": ("sust.b.1d.b32.trap [%rd1, {%r1}], {%r2};", "textures and surfaces are not supported"),
     "an opcode": ("frobnicate.b32 %r1, %r2;", "does not know the opcode `frobnicate`"),
     "a modifier": (
         "add.rx.f32 %f1, %f2, %f3;",
@@ -103,6 +109,18 @@ UNKNOWN = {
     "too few registers": ("tcgen05.ld.sync.aligned.32x32b.x4.b32 {%r1, %r2}, [%r3];", "a vector of 2 where 4"),
     "an operand too many": ("add.u32 %r1, %r2, %r3, %r4;", "4 operands where this form takes 3"),
     "a register of another width": ("add.u32 %r1, %rd2, %r3;", "`%rd2` holds 64 bits where .*32"),
+    "a register of floats in an integer instruction": (
+        "add.u32 %r1, %f1, %r3;",
+        r"`%f1` is a register of type \.f32, where \.u32 takes one of type \.b32, \.u32 or \.s32",
+    ),
+    "a register of integers in a conversion of floats": (
+        ".reg .s32 %whole; cvt.rni.f32.f32 %f1, %whole;",
+        r"`%whole` is a register of type \.s32, where \.f32 takes one of type \.b32 or \.f32",
+    ),
+    "a register of floats as an address": (
+        ".reg .f64 %where; ld.global.b32 %r1, [%where];",
+        r"`%where` is a register of type \.f64, which holds no address",
+    ),
     "a register that is not declared": ("add.u32 %r1, %nobody, %r3;", "%nobody.* is .*declared"),
     "a label": ("bra NOWHERE;", "NOWHERE|no such label"),
     "a register count": ("setmaxnreg.inc.sync.aligned.u32 41;", "41 must be a multiple of 8"),
@@ -129,6 +147,19 @@ def test_an_instruction_that_the_machine_does_not_have(name: str) -> None:
     assert isinstance(caught.value, UnknownInstructionError) or type(caught.value).__name__ == "PtxSyntaxError"
     said = str(caught.value)
     assert str(kernel.blamed_line) in said, f"line {kernel.blamed_line} is not named: {said}"
+
+
+FITTING = (
+    "and.b32 %f1, %f2, %whole;", "mov.b32 %f1, %whole;", "add.s32 %r1, %whole, %r2;", "add.f32 %f1, %r1, %f2;",
+    "cvt.rn.f32.s32 %f1, %whole;", "st.global.b32 [%out], %f1;", "selp.b32 %r1, %f1, %whole, %p1;",
+    "ld.global.v2.u32 {%r1, %f1}, [%out];", "setp.lt.and.f32 %p1|%p2, %f1, %r2, %p3;",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("instruction", FITTING)
+def test_registers_of_types_that_ptxas_takes(instruction: str) -> None:
+    """A bit type fits every register, a .bX register every type (PTX ISA 9.2)."""
+    load(replace(PLAIN, body=f".reg .s32 %whole; {instruction} ret;").ptx).entry("kernel")
 
 
 # Programmatic dependent launch: bytes that a launch must not touch before griddepcontrol.wait, and the warps that a
@@ -252,6 +283,14 @@ def test_a_chain_of_launches_of_one_kernel() -> None:
 def test_launches_further_back_count_too() -> None:
     kernel = second(f"{READ} //!", CHAIN, middle="griddepcontrol.wait; ret;")
     assert_blamed(kernel, "dependent-launch-not-awaited", "first, which wrote it", "nothing orders the access after")
+
+
+@pytest.mark.parametrize("between", [MOST_OVERLAPPING - 1, MOST_OVERLAPPING])
+def test_how_far_back_launches_count(between: int) -> None:
+    chain = (("first", False), *[("middle", True)] * between, ("kernel", True))
+    found, _ = collected(second(f"{WAIT}\n{READ}", chain))
+    expected = ["dependent-launch-not-awaited"] * (between < MOST_OVERLAPPING)
+    assert slugs(found) == expected, f"{between} launches later: {list(map(str, found))}"
 
 
 def test_a_launch_without_the_attribute_ends_the_chain() -> None:

@@ -420,7 +420,8 @@ REDUCED = {
         f"mov.u32 %r45, bar; {wait('%r45', 0)} ld.shared.b32 %r1, [%r41+256];",
     ),
     "one word of shared memory": (
-        f"""{INTO_SHARED} mov.u32 %r45, bar; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r45], 4;
+        f"""{INTO_SHARED.replace("43, 0;", "43, %r46;").replace("44, 0;", "44, %r46;")}
+        mov.u32 %r45, bar; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r45], 4;
         red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%r44], %tx, [%r43];""",
         f"mov.u32 %r45, bar; {wait('%r45', 0)} ld.shared.b32 %r1, [%r40+256];",
     ),
@@ -430,12 +431,16 @@ REDUCED = {
 
 def reduction(name: str, after: str, stored: str = "%tx", before: str = "") -> Kernel:
     issue, look = REDUCED[name]
-    body = f"""{before} {SLOT} st.shared.b32 [%r41], {stored}; {init("bar")} {FENCE} bar.warp.sync -1;
+    # red.async is for another CTA, here the other one of a pair.
+    pair = "red.async" in issue
+    meet = "xor.b32 %r46, %cta, 1; barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" if pair else ""
+    ctas = (1 + pair, 1, 1)
+    body = f"""{before} {SLOT} st.shared.b32 [%r41], {stored}; {init("bar")} {FENCE} bar.warp.sync -1; {meet}
     add.u64 %rd1, %part, %rd8; setp.ne.u32 %p1, %tx, 0; @%p1 bra ISSUED;
     {issue} cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
     ISSUED: bar.warp.sync -1; {look}
     {after}"""
-    return kernel(body, f"{SMEM} .shared .align 8 .b64 bar;")
+    return kernel(body, f"{SMEM} .shared .align 8 .b64 bar;", grid=ctas, cluster=ctas)
 
 
 @pytest.mark.parametrize("name", REDUCED)

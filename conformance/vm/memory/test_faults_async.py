@@ -182,8 +182,8 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
     ),
     "a bulk copy of 24 bytes": (
         {"load": f"{EXPECT}\n{BULK} [%r41], [%x], 24, [mbar]; //!"},
-        "misaligned",
-        ("size 0x18", "multiple of 16"),
+        "bulk-copy",
+        ("a bulk copy of 24 bytes", "a positive multiple of 16"),
     ),
     "a bulk copy from beyond a buffer": (
         {"load": f"{EXPECT}\n{BULK} [%r41], [%x+64], 256, [mbar]; //!"},

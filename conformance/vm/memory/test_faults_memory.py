@@ -193,6 +193,12 @@ ADDRESSES = {
         "lane 0",
         "`out` (256 bytes), 16 bytes before the start",
     ),
+    "global, across the end": (
+        "cp.async.bulk.global.shared::cta.bulk_group [%out+144], [buf], 128; //!\n"
+        "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;",
+        "out-of-bounds",
+        "is outside of every buffer; it begins at byte 144 of `out` (256 bytes) and runs 16 bytes past its end",
+    ),
     "global, in a gap": ("add.u64 %rd1, %out, 65536;\nld.global.u32 %r1, [%rd1]; //!", "out-of-bounds", "`out`"),
     "global, null": ("mov.u64 %rd1, 0;\nld.global.u32 %r1, [%rd1]; //!", "out-of-bounds", "a null pointer"),
     "global, behind null": (
@@ -226,7 +232,7 @@ ADDRESSES = {
     ),
     "remote, no such rank": (
         "mov.u32 %r1, buf; or.b32 %r1, %r1, 0x05000000;\nld.shared::cluster.u32 %r2, [%r1]; //!",
-        "out-of-bounds",
+        "remote-shared",
         "CTA rank 5 of a cluster of 2",
     ),
 }

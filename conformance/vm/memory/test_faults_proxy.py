@@ -92,6 +92,40 @@ def test_a_copy_over_what_threads_wrote(fence: str, clean: bool) -> None:
         assert_blamed(kernel(body), "missing-proxy-fence", "a bulk copy overwrites byte", "of `a`")
 
 
+RELEASE_ONE_WAY = "fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;"
+ACQUIRE_ONE_WAY = "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;"
+
+
+@pytest.mark.parametrize(
+    ("writer", "issuer"), [(RELEASE_ONE_WAY, ""), ("", ACQUIRE_ONE_WAY), (RELEASE_ONE_WAY, ACQUIRE_ONE_WAY), ("", "")]
+)
+def test_one_way_fences_cover_shared_memory(writer: str, issuer: str) -> None:
+    """The writers release, the issuer acquires. Neither covers what was written to global memory."""
+    stored = STORED.replace(f"{SHARED_FENCE} bar.sync 0;", f"{writer} bar.sync 0; {issuer}")
+    assert stored != STORED
+    of_shared = kernel(f"{stored.format(mark=' //!')}\nret;")
+    if writer or issuer:
+        assert_clean(of_shared, {"a": np.arange(THREADS)})
+    else:
+        assert_blamed(of_shared, "missing-proxy-fence", "reads what warp")
+    of_global = loaded(f"{STORE} {writer}", issuer)
+    assert_blamed(of_global, "missing-proxy-fence", "a bulk copy reads byte", "of `a`, which warp")
+
+
+@pytest.mark.parametrize(("fence", "clean"), [(FENCE, True), ("", False)])
+def test_what_a_warp_writes_first_needs_a_fence_too(fence: str, clean: bool) -> None:
+    body = f""".shared .align 16 .b8 cells[512]; mov.u32 %r30, 0; setp.ne.u32 %p3, %tx, 0; @%p3 bra END;
+    st.shared.u32 [cells], 5; st.shared.v4.u32 [cells], {{%r30, %r30, %r30, %r30}}; {fence}
+    cp.async.bulk.global.shared::cta.bulk_group [%out], [cells], 16; //!
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+    END: ret;"""
+    twice = Kernel(body, {"out": np.ones(4, np.uint32)})
+    if clean:
+        assert_clean(twice, {"out": np.zeros(4, np.uint32)})
+    else:
+        assert_blamed(twice, "missing-proxy-fence")
+
+
 REDUCTIONS = {
     "linear": "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%a], [%r21], 256;",
     "tensor": "cp.reduce.async.bulk.tensor.1d.global.shared::cta.add.tile.bulk_group [%m, {%r3}], [%r21];",
