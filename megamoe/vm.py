@@ -375,10 +375,6 @@ def view_of(array: Any) -> View | None:
     return None
 
 
-def _workspace(array: object) -> View:
-    return _array("scratch", array)
-
-
 def _array(option: str, array: object) -> View:
     if (view := view_of(array.tensor if isinstance(array, TensorMapOf) else array)) is None:
         raise LaunchRefusedError(f"{option} is given {type(array).__name__}; it takes tensors and NumPy arrays")
@@ -415,7 +411,7 @@ class Reached:
         if pointers:
             self.live += _pointed_at(np.unique(np.concatenate([*pointers.values()])))
             named += [(_name_of(view, pointers), view) for one in self.live if (view := view_of(one))]
-        self._spaces = [_workspace(one) for one in scratch]
+        self._spaces = [_array("scratch", one) for one in scratch]
         self.stretches = list(map(self._judged, _united([*named, *(("scratch", view) for view in self._spaces)])))
 
     def _judged(self, stretch: Stretch) -> Stretch:

@@ -35,7 +35,7 @@ from backends.vm.machine.code import (
 )
 from backends.vm.machine.special import RESERVED_OFFSETS
 from backends.vm.memory.shared import RESERVED
-from backends.vm.ptx.ast import Function, Instruction, Module, Register, Symbol, Variable
+from backends.vm.ptx.ast import Function, Instruction, Module, Symbol, Variable
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
@@ -375,13 +375,7 @@ def bind_function(
         layout.param_size = _place(layout, param, layout.param_size)
     layout.static_shared = shared - RESERVED
     layout.dynamic = frozenset(dynamic)
-    layout.of_system = any(
-        isinstance(operand, Register)
-        and operand.name[1:] in RESERVED_OFFSETS
-        and operand.name not in function.registers
-        for one in function.instructions
-        for operand in one.operands
-    )
+    layout.of_system = any(name.removeprefix("%") in RESERVED_OFFSETS for name in layout.code.rows.specials)
     for name, _, _ in layout.code.rows.addresses:
         if name != "_" and name not in dynamic and name not in layout.offsets:
             raise UnknownInstructionError(

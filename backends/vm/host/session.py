@@ -160,7 +160,7 @@ class Session:
         if cooperative:
             shape = LaunchShape(grid, block, cluster, dynamic_smem)
             HostedDevice(self.target, self._sm_count).check_cooperative(entry, shape, function.static_shared)
-        with self._mapped(memory, ptx, [entry]) as machine:
+        with self._mapped(memory, ptx, [entry], may_overlap=dependent) as machine:
             dependent, self._last_in = dependent and self._last_in == DEFAULT_STREAM, DEFAULT_STREAM
             machine.launch(
                 function, grid, block, params, cluster, dynamic_smem, dependent=dependent, cooperative=cooperative
@@ -175,7 +175,8 @@ class Session:
         linked = self._linked.get(program.host_object)
         if linked is None:
             linked = self._linked[program.host_object] = LinkedHost(program)
-        with self._mapped(memory, program.ptx, self.entries(program.ptx) if program.ptx else ()) as machine:
+        entries = self.entries(program.ptx) if program.ptx else ()
+        with self._mapped(memory, program.ptx, entries, may_overlap=True) as machine:
             machine.memory.place_above(PROCESS_END)
             runtime = Runtime(machine, self._load(program.ptx), self.target, self._sm_count)
             runtime.last_in = self._last_in
@@ -214,10 +215,13 @@ class Session:
         )
 
     @contextmanager
-    def _mapped(self, memory: Sequence[StretchLike], ptx: str, entries: Collection[str]) -> Iterator[Machine]:
+    def _mapped(
+        self, memory: Sequence[StretchLike], ptx: str, entries: Collection[str], *, may_overlap: bool
+    ) -> Iterator[Machine]:
         """The machine with `memory` mapped and its counters, findings and step budget reset.
 
         An exception replaces the machine. `ptx`, with these `entries`, locates the findings in the source.
+        `may_overlap`: a launch may be a dependent one, so whether the host has worked since the last one matters.
         """
         machine = self._machine
         machine.findings = self._found
@@ -232,7 +236,8 @@ class Session:
                     buffer = machine.memory.add(one.name, data, place, writable=one.writable)
                     buffer.scratch = one.scratch
                     added.append(buffer)
-            self._notice_host_work(added)
+            if may_overlap:
+                self._notice_host_work(added)
             yield machine
         except Exception as stop:
             if isinstance(stop, Fault):

@@ -10,7 +10,7 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, counted, report
-from backends.vm.machine.code import NEXT, Wait
+from backends.vm.machine.code import NEXT, Wait, lanes_in
 from backends.vm.machine.cta import NAMED_BARRIERS, BarrierArrival, NamedBarrier
 from backends.vm.machine.warp import Gathering, Warp
 from backends.vm.memory.clocks import Clock
@@ -167,7 +167,7 @@ def warp_sync(b: Binder) -> Step:
     def step(warp: Warp) -> object:
         mask = warp.mask
         bits = int(warp.u32[members][int(mask.argmax())])
-        named = (bits >> np.arange(32) & 1).astype(np.bool_)
+        named = lanes_in(bits)
         if not count_nonzero(named & mask) or count_nonzero(mask & ~named):
             raise Fault("barrier-misuse", f"bar.warp.sync {bits:#x} by lanes that it does not name",
                         lane=int((mask & ~named).argmax()))  # fmt: skip

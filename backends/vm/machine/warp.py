@@ -517,8 +517,12 @@ class Warp:
 
     def yield_strand(self) -> bool:
         """Let another strand run while the foremost one waits (independent thread scheduling). False if none can."""
+        return self._put_first(lambda strand: strand.able)
+
+    def _put_first(self, suits: Callable[[Strand], bool]) -> bool:
+        """Move the first strand that suits to the front. False if none does, or if it is there already."""
         for position, strand in enumerate(self.strands):
-            if strand.able:
+            if suits(strand):
                 self.strands.insert(0, self.strands.pop(position))
                 return position > 0
         return False
@@ -535,7 +539,8 @@ class Warp:
             if strand.wait is not None and not self._resume(strand):
                 if strand.wait.local and self.yield_strand():
                     continue
-                self._face_the_machine()
+                # Who asks the warp what it waits for learns of the wait that ends elsewhere in the machine.
+                self._put_first(lambda one: one.wait is not None and not one.wait.local)
                 break
             if not self.strands or self.strands[0] is not strand or strand.wait is not None:
                 continue
@@ -569,8 +574,7 @@ class Warp:
             return True
         # Nobody will come. The lowest block is rather in the branch that should not have been taken.
         first = min(self.strands, key=lambda one: one.block)
-        self.strands.remove(first)
-        self.strands.insert(0, first)
+        self._put_first(lambda one: one is first)
         self._gather(first)
         first.wait, self.block = None, first.block
         self._execute(first, self.code.blocks[first.block])
@@ -583,13 +587,6 @@ class Warp:
             self.strands.remove(other)
         strand.early = False
         self.set_mask(strand.mask)
-
-    def _face_the_machine(self) -> None:
-        """Put a strand first whose wait ends elsewhere in the machine, if the first one waits for lanes of its warp."""
-        for position, strand in enumerate(self.strands):
-            if strand.wait is not None and not strand.wait.local:
-                self.strands.insert(0, self.strands.pop(position))
-                return
 
     def _resume(self, strand: Strand) -> bool:
         wait = strand.wait
