@@ -10,7 +10,8 @@ from typing import Final
 from backends.vm.faults import LaunchError
 from backends.vm.host.abi import HostError, LaunchAttribute, LaunchConfig, copy_from
 from backends.vm.host.runtime import INT, POINTER, SIZE, LaunchRecord, Runtime, answers
-from backends.vm.machine.special import Dim3, LaunchShape
+from backends.vm.machine.machine import launch_shape
+from backends.vm.machine.special import Dim3
 
 MOST_ATTRIBUTES: Final = 32
 PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
@@ -64,7 +65,7 @@ def _run(runtime: Runtime, record: LaunchRecord) -> None:
     function = runtime.module.entry(record.entry)
     cooperative = bool(record.attributes.get(COOPERATIVE, (0,))[0])
     if cooperative:
-        shape = LaunchShape(record.grid, record.block, record.cluster, record.dynamic_smem)
+        shape = launch_shape(function, record.grid, record.block, record.cluster, record.dynamic_smem)
         runtime.device.check_cooperative(record.entry, shape, function.static_shared)
     runtime.launches.append(record)
     early = bool(record.attributes.get(PROGRAMMATIC_SERIALIZATION, (0,))[0])

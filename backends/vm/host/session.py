@@ -19,8 +19,8 @@ from backends.vm.faults import Fault, Findings, LaunchError, UnknownInstructionE
 from backends.vm.host.abi import HostError
 from backends.vm.host.runtime import PROCESS_END, HostedDevice, Runtime
 from backends.vm.load import LoadedModule, load
-from backends.vm.machine.machine import Machine
-from backends.vm.machine.special import Dim3, LaunchShape
+from backends.vm.machine.machine import Machine, launch_shape
+from backends.vm.machine.special import Dim3
 from backends.vm.memory.global_memory import Buffer
 from backends.vm.ptx.ast import Variable
 from backends.vm.ptx.source_lines import source_of
@@ -158,7 +158,7 @@ class Session:
         self._check_target(module)
         function = module.entry(entry)
         if cooperative:
-            shape = LaunchShape(grid, block, cluster, dynamic_smem)
+            shape = launch_shape(function, grid, block, cluster, dynamic_smem)
             HostedDevice(self.target, self._sm_count).check_cooperative(entry, shape, function.static_shared)
         with self._mapped(memory, ptx, [entry], may_overlap=dependent) as machine:
             dependent, self._last_in = dependent and self._last_in == DEFAULT_STREAM, DEFAULT_STREAM

@@ -152,7 +152,7 @@ class Machine:
         Raises LaunchError for a launch that no GPU would take, Fault for a broken rule that ends the launch: the first
         one unless `findings` collects.
         """
-        shape = LaunchShape(grid, block, cluster, dynamic_smem)
+        shape = launch_shape(function, grid, block, cluster, dynamic_smem)
         self.perform(LaunchRequest(function, shape, params, dependent, cooperative))
 
     def perform(self, asked: LaunchRequest) -> None:
@@ -279,6 +279,28 @@ class Machine:
 
 def _dropped(text: str) -> None:
     return None
+
+
+def launch_shape(function: BoundFunction, grid: Dim3, block: Dim3, cluster: Dim3, dynamic_smem: int) -> LaunchShape:
+    """The shape of a launch of a kernel that may declare the size of its cluster (PTX ISA 11.7.1, 11.8.1).
+
+    `cluster`: of one CTA if the launch gives none; then what the kernel declares counts. The grid of a kernel with
+    .blocksareclusters is given in clusters. LaunchError for another size than the declared one.
+    """
+    directives, name = function.code.function.directives, function.name
+    if (declared := directives.get("reqnctapercluster")) is not None:
+        x, y, z = [*declared, 1, 1][:3]
+        if cluster not in ((1, 1, 1), (x, y, z)):
+            raise LaunchError(f"{name}: cluster {cluster} where the kernel declares .reqnctapercluster {declared}")
+        cluster = (x, y, z)
+    if "blocksareclusters" in directives:
+        grid = (grid[0] * cluster[0], grid[1] * cluster[1], grid[2] * cluster[2])
+    shape = LaunchShape(grid, block, cluster, dynamic_smem)
+    most = directives.get("maxclusterrank")
+    if most and shape.cluster_ctas > most[0]:
+        raise LaunchError(f"{name}: a cluster of {shape.cluster_ctas} CTAs where the kernel declares .maxclusterrank "
+                          f"{most[0]}")  # fmt: skip
+    return shape
 
 
 def _check_launch(function: BoundFunction, shape: LaunchShape) -> None:

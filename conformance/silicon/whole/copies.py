@@ -201,6 +201,20 @@ ld.shared.v2.b64 {{%d1, %d2}}, [%r9]; ld.shared.b64 %d3, [%r9+2048]; {kept("%d1"
         2,
         2,
     )
+    yield Whole(
+        "one-way proxy fences",
+        f"""{FILL} {WORDS} @%first mbarrier.init.shared::cta.b64 [gate+8], 64; {_CLUSTER}
+@%first mbarrier.arrive.expect_tx.shared.b64 _, [gate], 1024; shl.b32 %r9, %tx, 4; add.u32 %r9, %r9, %r30;
+ld.shared.v2.b64 {{%d1, %d2}}, [%r9]; fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;
+add.u32 %r10, %r33, 8; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r10];
+READ: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p2, [gate+8], 0; @!%p2 bra READ;
+fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster; add.u32 %r11, %r30, 4096;
+@%first cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r32], [%r11], 1024, [%r33]; {_WAIT}
+ld.shared.v2.b64 {{%d3, %d4}}, [%r9]; {_APART} {kept("%d1", "%d2", "%d3", "%d4")}""",
+        64,
+        2,
+        2,
+    )
     yield from _copies_to_a_cluster()
 
 

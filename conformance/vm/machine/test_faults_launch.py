@@ -10,6 +10,7 @@ import pytest
 from backends.vm.executor import VmExecutor
 from backends.vm.faults import LaunchError, UnknownInstructionError
 from backends.vm.load import load
+from backends.vm.machine.code import BoundFunction
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.dependent_launches import MOST_OVERLAPPING
 from conformance.vm.kernel import Kernel, assert_blamed, assert_clean, collected, slugs
@@ -72,6 +73,46 @@ def test_the_largest_cluster_runs() -> None:
     buffers = {"x": np.full(4, 7, np.uint32), "out": np.zeros(16, np.uint32)}
     kernel = Kernel(body, buffers, grid=(16, 1, 1), block=(1024, 1, 1), cluster=(16, 1, 1), inputs=("x",))
     assert kernel.run()[0]["out"].tolist() == [7] * 16
+
+
+def _declaring(directives: str) -> BoundFunction:
+    """A kernel that stores, for each CTA, its rank in its cluster times 100, plus its cluster's number of CTAs."""
+    body = """mov.u32 %r1, %cluster_ctarank; mov.u32 %r2, %cluster_nctarank; mad.lo.u32 %r1, %r1, 100, %r2;
+    setp.ne.u32 %p1, %tx, 0; @%p1 ret; mul.wide.u32 %rd1, %cta, 4; add.u64 %out, %out, %rd1; st.global.b32 [%out], %r1;
+    ret;"""
+    text = replace(PLAIN, body=body).ptx.replace(")\n{", f") {directives}\n{{")
+    assert directives in text
+    return load(text).entry("kernel")
+
+
+@pytest.mark.parametrize(
+    ("directives", "grid", "cluster"),
+    [
+        (".reqnctapercluster 2", 4, 1),
+        (".explicitcluster .reqnctapercluster 2, 1, 1", 4, 1),
+        (".reqnctapercluster 2", 4, 2),
+        (".reqntid 32 .reqnctapercluster 2 .blocksareclusters", 2, 1),
+        (".maxclusterrank 2", 4, 2),
+    ],
+)
+def test_a_kernel_that_declares_its_cluster_gets_it(directives: str, grid: int, cluster: int) -> None:
+    """PTX ISA 11.7.1: the runtime uses the declared size if the launch gives none."""
+    machine, out = Machine(), np.zeros(4, np.uint32)
+    address = machine.memory.add("out", out.view(np.uint8)).base.to_bytes(8, "little")
+    machine.launch(_declaring(directives), (grid, 1, 1), (32, 1, 1), [address], (cluster, 1, 1))
+    assert out.tolist() == [2, 102, 2, 102], "ranks and sizes of clusters of two"
+
+
+@pytest.mark.parametrize(
+    ("directives", "cluster", "sentence"),
+    [
+        (".reqnctapercluster 2", 4, r"cluster \(4, 1, 1\) where the kernel declares .reqnctapercluster \(2,\)"),
+        (".maxclusterrank 2", 4, "a cluster of 4 CTAs where the kernel declares .maxclusterrank 2"),
+    ],
+)
+def test_a_cluster_of_another_size_than_declared_is_refused(directives: str, cluster: int, sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        Machine().launch(_declaring(directives), (4, 1, 1), (32, 1, 1), [bytes(8)], (cluster, 1, 1))
 
 
 def test_declared_block_sizes_are_kept() -> None:
