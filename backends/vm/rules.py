@@ -280,8 +280,7 @@ _ALL = (
     ),
     _error(
         "async-without-cluster", "9.7.9.12",
-        "An st.async or a red.async in a cluster of one CTA. The ISA requires more, and an H200 ends a launch without "
-        "clusters with an illegal instruction.",
+        "An st.async or a red.async in a launch without clusters, which an H200 ends with an illegal instruction.",
         "Launch a cluster of at least two CTAs, or use st.shared::cta or red.shared::cta and an arrival at the "
         "mbarrier.",
     ),
@@ -478,10 +477,11 @@ _ALL = (
     ),
     _relied(
         "async-to-own-cta", "9.7.13.7",
-        "A red.async whose destination lies in the executing CTA. The ISA defines a red.async into another CTA of the "
-        "cluster only. In a cluster of two, an H200 reduces all the same.",
+        "A red.async whose destination lies in the executing CTA, or an st.async in a cluster of one CTA. The ISA "
+        "defines a red.async into another CTA of the cluster only, and both for clusters of more than one CTA "
+        "(9.7.9.12). An H200 stores and reduces all the same.",
         "No kernel that we know of.",
-        "Use red.shared::cta and an arrival at the mbarrier.",
+        "Use st.shared::cta or red.shared::cta and an arrival at the mbarrier.",
     ),
     # Worth a look. A remainder by zero is no more than that because correct kernels compute one that they do not use:
     # 7 of the 447 runs in results/public.jsonl, of three GEMMs among CuTeDSL's examples.

@@ -33,41 +33,52 @@ _SPELLINGS = {
 
 @dataclass(frozen=True)
 class Store:
-    """A kernel. `ctas` of the cluster, 0 for a launch without clusters."""
+    """A kernel, which declares clusters of `declared` CTAs, and a launch that gives clusters of `given`."""
 
     what: str
-    ctas: int
+    declared: int | None
+    given: int | None
     distance: int
 
     @property
     def name(self) -> str:
         """The name of the entry."""
-        cluster = f"cluster_of_{self.ctas}" if self.ctas else "no_cluster"
-        return f"{self.what.replace('.', '_')}_{cluster}_{'other' if self.distance else 'own'}"
+        sizes = {"declared": self.declared, "given": self.given}
+        clusters = [f"cluster_of_{size}_{how}" for how, size in sizes.items() if size is not None]
+        return "_".join([self.what.replace(".", "_"), *(clusters or ["no_cluster"]),
+                         "other" if self.distance else "own"])  # fmt: skip
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of the launch."""
+        return self.declared or self.given or 1
 
     @property
     def words(self) -> int:
-        """How many words the kernel leaves: one a CTA."""
-        return max(self.ctas, 1)
+        """How many words the kernel leaves: one a CTA, and %is_explicit_cluster."""
+        return self.ctas + 1
 
 
 def stores() -> Iterator[Store]:
     """Every kernel."""
     for what in _SPELLINGS:
-        for ctas, distance in ((0, 0), (1, 0), (2, 0), (2, 1)):
-            yield Store(what, ctas, distance)
+        yield Store(what, None, None, 0)
+        for ctas, distance in ((1, 0), (2, 0), (2, 1)):
+            yield Store(what, ctas, None, distance)
+            yield Store(what, None, ctas, distance)
 
 
 def text(one: Store) -> str:
     """The kernel's module. Parameter: where each CTA leaves its word."""
-    cluster = f".explicitcluster .reqnctapercluster {one.ctas}" if one.ctas else ""
+    cluster = f".explicitcluster .reqnctapercluster {one.declared}" if one.declared else ""
     return f""".version 8.7
 .target sm_90a
 .address_size 64
 .visible .entry {one.name}(.param .u64 out) {cluster}
 {{
   .shared .align 16 .b32 word; .shared .align 8 .b64 full;
-  .reg .b32 %rank, %ctas, %to, %word, %full, %value, %cta, %r; .reg .b64 %out, %at; .reg .pred %others, %done;
+  .reg .b32 %rank, %ctas, %explicit, %to, %word, %full, %value, %cta, %r; .reg .b64 %out, %at;
+  .reg .pred %others, %done, %p;
   ld.param.u64 %out, [out]; mov.u32 %rank, %cluster_ctarank; mov.u32 %ctas, %cluster_nctarank;
   mov.u32 %cta, %ctaid.x; mov.u32 %r, %tid.x; setp.ne.u32 %others, %r, 0;
   @%others bra READY;
@@ -85,6 +96,8 @@ SENT:
   mbarrier.try_wait.parity.shared::cta.b64 %done, [full], 0; @!%done bra SENT;
   @%others bra LEFT;
   ld.shared.b32 %r, [word]; mul.wide.u32 %at, %cta, 4; add.u64 %at, %at, %out; st.global.b32 [%at], %r;
+  setp.ne.u32 %others, %cta, 0; mov.pred %p, %is_explicit_cluster; selp.b32 %explicit, 1, 0, %p;
+  @!%others st.global.b32 [%out + {4 * (one.words - 1)}], %explicit;
 LEFT:
   barrier.cluster.arrive.release; barrier.cluster.wait.acquire;
   ret;
@@ -111,13 +124,13 @@ def offsets_text() -> str:
 """
 
 
-def _left(source: str, entry: str, ctas: int, words: int) -> list[int] | str:
+def _left(source: str, entry: str, ctas: int, cluster: int | None, words: int) -> list[int] | str:
     """The words that an entry leaves, or how the launch ended."""
     device = Device()
     out = device.memory(4 * words, np.zeros(words, np.uint32))
     module, _ = device.compiled(source)
     try:
-        device.launch(module, entry, ctas, 32, [ctypes.c_uint64(out)])
+        device.launch(module, entry, ctas, 32, [ctypes.c_uint64(out)], cluster=cluster)
         return device.read(out, 4 * words).view(np.uint32).tolist()
     except RuntimeError as error:
         return str(error)
@@ -126,8 +139,10 @@ def _left(source: str, entry: str, ctas: int, words: int) -> list[int] | str:
 def ask() -> dict[str, object]:
     """The GPU's answers, by kernel, and the offsets by name."""
     with ProcessPoolExecutor(4, get_context("spawn"), max_tasks_per_child=1) as pool:
-        waiting = {one.name: pool.submit(_left, text(one), one.name, one.words, one.words) for one in stores()}
-        offsets = pool.submit(_left, offsets_text(), "offsets", 1, len(OFFSETS)).result()
+        waiting = {
+            one.name: pool.submit(_left, text(one), one.name, one.ctas, one.given, one.words) for one in stores()
+        }
+        offsets = pool.submit(_left, offsets_text(), "offsets", 1, None, len(OFFSETS)).result()
         return {
             "left": {name: answer.result() for name, answer in waiting.items()},
             "reserved_smem_offsets": dict(zip(OFFSETS, offsets, strict=True)),

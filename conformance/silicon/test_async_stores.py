@@ -4,46 +4,57 @@ there."""
 from __future__ import annotations
 
 import json
+import struct
 
 import numpy as np
 import pytest
 
-import megamoe.vm
+from backends.vm.faults import Fault, Findings
+from backends.vm.load import load
+from backends.vm.machine.machine import Machine
 from conformance import ROOT
 from conformance.silicon.async_stores import HELD, OFFSETS, SENT, Store, offsets_text, stores, text
-from megamoe.contract.machine import KernelFault
 
 ANSWERS = json.loads((ROOT / "results/records/h200-async-stores.json").read_text("utf-8"))
 
 
-def launched(source: str, entry: str, ctas: int, words: int, schedule: str = "eager") -> list[int]:
-    """The words that an entry leaves. KernelFault for a broken rule that is an error."""
-    out = np.zeros(words, np.uint32)
-    megamoe.vm.Device("sm_90a", schedule=schedule).launch(source, entry, ctas, 32, out)
+def launched(source: str, entry: str, words: int, ctas: int = 1, given: int | None = None, schedule: str = "eager",
+             found: Findings | None = None) -> list[int]:  # fmt: skip
+    """The words that an entry leaves. Fault for a broken rule that ends the launch."""
+    machine, out = Machine(schedule), np.zeros(words, np.uint32)
+    machine.findings = Findings() if found is None else found
+    params = [struct.pack("<Q", machine.memory.add("out", out.view(np.uint8)).base)]
+    machine.launch(load(source).entry(entry), (ctas, 1, 1), (32, 1, 1), params, (given or 1, 1, 1),
+                   explicit_cluster=given is not None)  # fmt: skip
     return out.tolist()
 
 
 @pytest.mark.parametrize("one", [*stores()], ids=lambda one: one.name)
 @pytest.mark.parametrize("schedule", ["eager", "lazy"])
 def test_asynchronous_stores_work_where_they_do_on_an_h200(one: Store, schedule: str) -> None:
-    answer = ANSWERS["left"][one.name]
-    if isinstance(answer, list):
-        assert launched(text(one), one.name, one.words, one.words, schedule) == answer
+    answer, found = ANSWERS["left"][one.name], Findings()
+    given = text(one), one.name, one.words, one.ctas, one.given, schedule, found
+    if not isinstance(answer, list):
+        assert "ILLEGAL_INSTRUCTION" in answer, f"an H200 ended the launch otherwise: {answer}"
+        with pytest.raises(Fault) as fault:
+            launched(*given)
+        assert fault.value.rule == "async-without-cluster"
         return
-    assert "ILLEGAL_INSTRUCTION" in answer, f"an H200 ended the launch otherwise: {answer}"
-    with pytest.raises(KernelFault) as fault:
-        launched(text(one), one.name, one.words, one.words, schedule)
-    assert fault.value.rule == "async-without-cluster"
+    assert launched(*given) == answer
+    defined = one.distance and one.ctas > 1 or one.ctas > 1 and one.what == "st.async"
+    rules = {finding.rule for finding in found.by_site.values()}
+    assert rules == (set() if defined else {"async-to-own-cta"}), "what the ISA does not define is a finding"
 
 
 def test_an_h200_stores_and_adds() -> None:
     """Without this, kernels that leave what they found would agree on nothing."""
     sent = {"own": [SENT, SENT + 1], "other": [SENT + 1, SENT]}
     for to, words in sent.items():
-        assert ANSWERS["left"][f"st_async_cluster_of_2_{to}"] == words
-        assert ANSWERS["left"][f"red_async_cluster_of_2_{to}"] == [HELD + word for word in words]
+        for how in ("declared", "given"):
+            assert ANSWERS["left"][f"st_async_cluster_of_2_{how}_{to}"] == [*words, 1]
+            assert ANSWERS["left"][f"red_async_cluster_of_2_{how}_{to}"] == [*[HELD + word for word in words], 1]
 
 
 def test_reserved_shared_memory_lies_where_it_does_on_an_h200() -> None:
     wanted = [ANSWERS["reserved_smem_offsets"][name] for name in OFFSETS]
-    assert launched(offsets_text(), "offsets", 1, len(OFFSETS)) == wanted
+    assert launched(offsets_text(), "offsets", len(OFFSETS)) == wanted

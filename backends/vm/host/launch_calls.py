@@ -77,6 +77,7 @@ def _run(runtime: Runtime, record: LaunchRecord) -> None:
         record.params,
         record.cluster,
         record.dynamic_smem,
+        explicit_cluster=CLUSTER in record.attributes,
         dependent=dependent,
         cooperative=cooperative,
     )

@@ -81,8 +81,8 @@ def _remote(b: Binder, operand: Operand) -> Callable[[Warp, int], tuple[Cta, int
         counter="memory", op="add", type="u32 s32 u64")  # fmt: skip
 def st_async(b: Binder) -> Step:
     """Store into, or reduce into, the shared memory of a CTA of the cluster. Completion is a complete_tx on an mbarrier
-    of that CTA. Reductions are atomic, so several may be in flight to one address. In a cluster of one CTA an H200 has
-    neither (facts.md 0.1)."""
+    of that CTA. Reductions are atomic, so several may be in flight to one address. In a launch without clusters an
+    H200 has neither (facts.md 0.1)."""
     destination, source, barrier = b.expect(3)
     operation, kind = b.words.get("op", ""), b.words["type"]
     view = "u64x2" if kind == "b128" else "u" + kind[1:]
@@ -99,12 +99,14 @@ def st_async(b: Binder) -> Step:
             if at is not cta:
                 said = f"the mbarrier of {what} lies in another CTA than its destination"
                 raise Fault("remote-shared", said, lane=lane)
-            if warp.cta.cluster.size == 1:
-                said = f"this {what} is executed in a cluster of one CTA; the cluster must have more than one"
+            if not warp.cta.place.explicit_cluster:
+                said = (
+                    f"this {what} is executed in a launch without clusters; the launch must give the size of a cluster"
+                )
                 raise Fault("async-without-cluster", said, lane=lane)
-            if operation and cta is warp.cta and not told:
+            if cta is warp.cta and not told and (operation or cta.cluster.size == 1):
                 told = True
-                report(Fault("async-to-own-cta", "the destination of this red.async lies in the executing CTA; it must "
+                report(Fault("async-to-own-cta", f"the destination of this {what} lies in the executing CTA; it must "
                              "lie in another one", lane=lane))  # fmt: skip
             data = np.array([getattr(warp, view)[row][lane] for row in rows]).view(np.uint8)
             _begin(warp, lane, cta, offset, place, data)

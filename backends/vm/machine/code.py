@@ -370,6 +370,10 @@ the banks have served, the stores to shared and to global memory, and how many o
 WORD: Final = {name: 2 * len(_WIDTHS) + 1 + index for index, name in enumerate(WARP_WORDS)}
 
 
+EXPLICIT_CLUSTER: Final = "%is_explicit_cluster"
+"""The only special register that is a predicate (PTX ISA 10.21)."""
+
+
 @dataclass(slots=True)
 class RegisterRows:
     """The rows given to the registers, literals, special registers and symbol addresses of one function.
@@ -430,7 +434,7 @@ class RegisterRows:
     def special(self, name: str) -> Key:
         """The row where a warp puts special register `name` when it starts."""
         if name not in self.specials:
-            self.specials[name] = self.reserve(32)
+            self.specials[name] = self.reserve(1 if name == EXPLICIT_CLUSTER else 32)
         return self.specials[name]
 
     def address(self, name: str, offset: int, width: int) -> Key:

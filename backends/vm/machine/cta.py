@@ -146,17 +146,17 @@ class Cta:
         """Width, rows and content of the registers that are the same in all warps: symbol addresses, special
         registers."""
         rows = self.function.code.rows
-        found: dict[int, dict[int, int]] = {32: {}, 64: {}}
+        found: dict[int, dict[int, int]] = {1: {}, 32: {}, 64: {}}
         by_lane: dict[int, Row] = {}
         for (name, offset, width), (_, row) in rows.addresses.items():
             if name != "_":
                 address = self.symbol_address(name, generic=width == 64) + offset & (1 << width) - 1
                 found[64 if width == 64 else 32][row] = address
-        for name, (_, row) in rows.specials.items():
+        for name, (width, row) in rows.specials.items():
             if not special.differs(name):
                 value = special.value(name, warp)
                 if isinstance(value, int):
-                    found[32][row] = value
+                    found[width][row] = value
                 else:
                     by_lane[row] = value
         common: list[tuple[int, RowIndex, Row]] = [
@@ -367,7 +367,7 @@ class Cluster:
         for rank in range(self.size):
             x, y, z = rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1])
             ctaid = (first[0] + x, first[1] + y, first[2] + z)
-            self.ctas.append(Cta(run, self, Place(shape.grid, size, shape.block, ctaid, rank)))
+            self.ctas.append(Cta(run, self, Place(shape.grid, size, shape.block, ctaid, rank, shape.explicit_cluster)))
 
     def part(self) -> None:
         """Break the references between the CTAs and warps of an ended cluster: their memory is freed at once, without

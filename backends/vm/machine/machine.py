@@ -141,10 +141,13 @@ class Machine:
         cluster: Dim3 = (1, 1, 1),
         dynamic_smem: int = 0,
         *,
+        explicit_cluster: bool = False,
         dependent: bool = False,
         cooperative: bool = False,
     ) -> None:
         """Run a grid to its end. `params` holds the bytes of each parameter; sizes in threads, CTAs and bytes.
+
+        `explicit_cluster`: the launch has an attribute of clusters even if they are of one CTA.
 
         `dependent`: it may overlap the launch before it (programmatic dependent launch). `cooperative`: all its CTAs
         are resident at once, and may wait for each other.
@@ -152,7 +155,7 @@ class Machine:
         Raises LaunchError for a launch that no GPU would take, Fault for a broken rule that ends the launch: the first
         one unless `findings` collects.
         """
-        shape = launch_shape(function, grid, block, cluster, dynamic_smem)
+        shape = launch_shape(function, grid, block, cluster, dynamic_smem, explicit=explicit_cluster)
         self.perform(LaunchRequest(function, shape, params, dependent, cooperative))
 
     def perform(self, asked: LaunchRequest) -> None:
@@ -281,13 +284,17 @@ def _dropped(text: str) -> None:
     return None
 
 
-def launch_shape(function: BoundFunction, grid: Dim3, block: Dim3, cluster: Dim3, dynamic_smem: int) -> LaunchShape:
+def launch_shape(
+    function: BoundFunction, grid: Dim3, block: Dim3, cluster: Dim3, dynamic_smem: int, *, explicit: bool = False
+) -> LaunchShape:
     """The shape of a launch of a kernel that may declare the size of its cluster (PTX ISA 11.7.1, 11.8.1).
 
-    `cluster`: of one CTA if the launch gives none; then what the kernel declares counts. The grid of a kernel with
-    .blocksareclusters is given in clusters. LaunchError for another size than the declared one.
+    `cluster`: of one CTA if the launch gives none; then what the kernel declares counts. `explicit`: it gives one even
+    if it is of one CTA. The grid of a kernel with .blocksareclusters is given in clusters. LaunchError for another size
+    than the declared one.
     """
     directives, name = function.code.function.directives, function.name
+    explicit = explicit or cluster != (1, 1, 1) or "explicitcluster" in directives or "reqnctapercluster" in directives
     if (declared := directives.get("reqnctapercluster")) is not None:
         x, y, z = [*declared, 1, 1][:3]
         if cluster not in ((1, 1, 1), (x, y, z)):
@@ -295,7 +302,7 @@ def launch_shape(function: BoundFunction, grid: Dim3, block: Dim3, cluster: Dim3
         cluster = (x, y, z)
     if "blocksareclusters" in directives:
         grid = (grid[0] * cluster[0], grid[1] * cluster[1], grid[2] * cluster[2])
-    shape = LaunchShape(grid, block, cluster, dynamic_smem)
+    shape = LaunchShape(grid, block, cluster, dynamic_smem, explicit)
     most = directives.get("maxclusterrank")
     if most and shape.cluster_ctas > most[0]:
         raise LaunchError(f"{name}: a cluster of {shape.cluster_ctas} CTAs where the kernel declares .maxclusterrank "

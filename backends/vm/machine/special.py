@@ -28,6 +28,7 @@ class Place:
     block: Dim3
     ctaid: Dim3
     cta_rank: int
+    explicit_cluster: bool = False
 
     @property
     def clusterid(self) -> Dim3:
@@ -43,12 +44,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """The size of a launch: CTAs of the grid and of a cluster, threads of a CTA, bytes of dynamic shared memory."""
+    """The size of a launch: CTAs of the grid and of a cluster, threads of a CTA, bytes of dynamic shared memory.
+
+    `explicit_cluster`: the launch gives the size of its clusters, or the kernel declares it. Clusters of one CTA differ
+    in this from none: only in clusters an H200 has st.async and red.async (facts.md 0.1).
+    """
 
     grid: Dim3
     block: Dim3
     cluster: Dim3
     dynamic_smem: int
+    explicit_cluster: bool
 
     @property
     def threads(self) -> int:
@@ -153,7 +159,7 @@ def _single(base: str, warp: Warp, place: Place) -> int:
         "gridid": 0,
         "cluster_ctarank": place.cta_rank,
         "cluster_nctarank": place.cluster[0] * place.cluster[1] * place.cluster[2],
-        "is_explicit_cluster": int(place.cluster != (1, 1, 1)),
+        "is_explicit_cluster": place.explicit_cluster,
         "dynamic_smem_size": smem.dynamic_size,
         "total_smem_size": smem.size,
         "aggr_smem_size": smem.size,

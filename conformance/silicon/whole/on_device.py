@@ -126,6 +126,29 @@ def _assemble(source: Path, cubin: Path, level: str = "-O3") -> str:
     return "" if done.returncode == 0 else f"{source.name}: {done.stderr[:2000]}"
 
 
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h."""
+
+    _fields_ = (("id", ctypes.c_uint32), ("unused", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("dynamic_smem", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint32),
+    )
+
+
+CLUSTER_DIMENSION = 4
+"""CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION."""
+
+
 class Device:
     """The driver, through ctypes. A launch that does not end in PATIENCE seconds, a thousand times what any takes, counts as hung."""  # noqa: E501
 
@@ -176,13 +199,26 @@ class Device:
                 raise RuntimeError(made.stderr)
             return self.load(cubin), made.stdout + made.stderr
 
-    def launch(self, module: ctypes.c_void_p, entry: str, ctas: int, threads: int, values: Iterable[Any]) -> None:
-        """Runs an entry to its end. `values`: its arguments as ctypes. RuntimeError if it fails or hangs."""
-        function = ctypes.c_void_p()
+    def launch(
+        self,
+        module: ctypes.c_void_p,
+        entry: str,
+        ctas: int,
+        threads: int,
+        values: Iterable[Any],
+        *,
+        cluster: int | None = None,
+    ) -> None:
+        """Runs an entry to its end. `values`: its arguments as ctypes. `cluster`: CTAs of a cluster, as a launch
+        attribute. RuntimeError if it fails or hangs."""
+        function, config = ctypes.c_void_p(), LaunchConfig(grid=(ctas, 1, 1), block=(threads, 1, 1))
         self.checked(self.driver.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()))
+        if cluster is not None:
+            attribute = LaunchAttribute(CLUSTER_DIMENSION, 0, (cluster, 1, 1))
+            config.attributes, config.attribute_count = ctypes.pointer(attribute), 1
         places = [ctypes.cast(ctypes.pointer(one), ctypes.c_void_p) for one in values]
         params = (ctypes.c_void_p * len(places))(*places)
-        self.checked(self.driver.cuLaunchKernel(function, ctas, 1, 1, threads, 1, 1, 0, None, params, None))
+        self.checked(self.driver.cuLaunchKernelEx(ctypes.byref(config), function, params, None))
         begun = time.monotonic()
         while (code := self.driver.cuStreamQuery(None)) == 600:
             if time.monotonic() - begun > self.PATIENCE:

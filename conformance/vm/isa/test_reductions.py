@@ -96,14 +96,16 @@ def test_a_reduction_into_the_own_cta_is_done_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("instruction", ["st.async.shared::cluster", "red.async.relaxed.cluster.shared::cluster"])
-def test_neither_st_async_nor_red_async_exists_in_a_cluster_of_one(instruction: str) -> None:
+def test_neither_st_async_nor_red_async_exists_without_clusters(instruction: str) -> None:
     """An H200 ends such a launch with an illegal instruction (facts.md 0.1)."""
     kind = "b32" if instruction.startswith("st") else "add.u32"
     body = (
         REMOTE.format(0, 4)
         + f"@%p1 ret;\n{instruction}.mbarrier::complete_tx::bytes.{kind} [%r1], %tx, [%r2]; //!\n{read_back(4)}"
     )
-    assert_blamed(Kernel(body, {"out": np.zeros(16, np.uint32)}), "async-without-cluster", "in a cluster of one CTA")
+    assert_blamed(
+        Kernel(body, {"out": np.zeros(16, np.uint32)}), "async-without-cluster", "in a launch without clusters"
+    )
 
 
 def test_a_run_of_words_is_combined_with_the_other_ctas() -> None:
