@@ -41,7 +41,7 @@ def test_asynchronous_stores_work_where_they_do_on_an_h200(one: Store, schedule:
         assert fault.value.rule == "async-without-cluster"
         return
     assert launched(*given) == answer
-    defined = one.distance and one.ctas > 1 or one.ctas > 1 and one.what == "st.async"
+    defined = one.ctas > 1 and (one.distance or one.what == "st.async")
     rules = {finding.rule for finding in found.by_site.values()}
     assert rules == (set() if defined else {"async-to-own-cta"}), "what the ISA does not define is a finding"
 
