@@ -167,7 +167,7 @@ class Binder:
         raise self.error(f"operand {operand} must be an integer constant here")
 
     def address(self, operand: Operand) -> AddressOf:
-        """A function from a warp to the 32 lane addresses (int64) of `[base + offset]`."""
+        """A function from a warp to the 32 lane addresses (int64) of `[base + offset]`, as wide as the base."""
         return self.addressed(operand)[0]
 
     def addressed(self, operand: Operand) -> tuple[AddressOf, Key, int]:
@@ -192,7 +192,9 @@ class Binder:
             raise self.error(f"an address register holds 32 or 64 bits, this one {width}")
         row = self.source(base, "u32")
         self.addresses.append((32, row))
-        return (lambda warp: warp.u32[row].astype(np.int64) + offset), (32, row), offset
+        # A 32-bit address wraps: nvcc splits the address of `s[i % 3]` into a register below 0 and an offset.
+        wrapped = np.uint32(offset % 2**32)
+        return (lambda warp: (warp.u32[row] + wrapped).astype(np.int64)), (32, row), offset
 
     def _literal_bits(self, operand: Immediate, view: str) -> int:
         width = WIDTH_OF_VIEW[view]

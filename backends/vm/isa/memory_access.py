@@ -130,7 +130,7 @@ def ld(b: Binder) -> Step:
         if not whole:
             addresses = addresses[warp.mask]
         if strong:
-            access.synchronise(warp, space, addresses, sem, scope, acquire=True, release=False)
+            access.synchronise(warp, space, addresses, sem, scope, acquire=True)
         loaded, missing = access.take(warp, space, addresses, size, strong=strong, constant=constant)
         values = loaded.view(dtype)
         for column, view, row in targets:
@@ -213,7 +213,7 @@ def st(b: Binder) -> Step:
             addresses, values = addresses[warp.mask], values[warp.mask]
         access.store(warp, space, addresses, values.view(np.uint8), line, strong=reach)
         if strong:
-            access.synchronise(warp, space, addresses, sem, scope, acquire=False, release=True)
+            access.synchronise(warp, space, addresses, sem, scope, release=True, overwrites=True)
 
     def carry(warp: Warp, run: Step) -> object:
         hidden = np.zeros((LANES, len(rows) * (2 if kind == "b128" else 1)), dtype)
@@ -385,7 +385,9 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         places, first, which = _distinct(address(warp)[lanes] + offset)
         change = _single_sum(flush=access.resolve(space, places)[0] == "global") if single else update
         meetings = warp.meetings
-        access.synchronise(warp, space, places, sem, scope, acquire=True, release=False)
+        if d is not None:
+            # A red acquires nothing, even before a fence (PTX ISA 8.11.1).
+            access.synchronise(warp, space, places, sem, scope, acquire=True)
         loaded, missing = read(warp, space, places, element.size, strong=True, lanes=lanes[first])
         found = loaded.view(element.dtype)
         held = element.numbers(found if element.kind == "b128" else found[:, 0])
@@ -398,7 +400,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
             held[place] = element.wrapped(new)
         stored = np.ascontiguousarray(element.words(held).reshape(len(held), -1)).view(np.uint8)
         access.store(warp, space, places, stored, line, strong=reach, lanes=lanes[first])
-        access.synchronise(warp, space, places, sem, scope, acquire=False, release=True, meetings=meetings)
+        access.synchronise(warp, space, places, sem, scope, release=True, meetings=meetings)
         if target is not None:
             getattr(warp, view)[target][lanes] = element.words(returned)
             if missing is not None:

@@ -45,7 +45,7 @@ def ld_reduce(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         addresses = place(warp)[warp.mask]
         if sem:
-            access.synchronise(warp, "global", addresses, sem, scope, acquire=True, release=False)
+            access.synchronise(warp, "global", addresses, sem, scope, acquire=True)
         loaded = access.load(warp, "global", addresses, dtype.itemsize * count, strong=bool(sem)).view(dtype)
         for column, row in enumerate(rows):
             getattr(warp, view)[row][warp.mask] = loaded[:, column]
@@ -72,7 +72,7 @@ def multimem_store(b: Binder) -> Step:
         addresses = place(warp)[warp.mask]
         access.store(warp, "global", addresses, values[warp.mask].view(np.uint8), line, strong=reach)
         if strong:
-            access.synchronise(warp, "global", addresses, sem, scope, acquire=False, release=True)
+            access.synchronise(warp, "global", addresses, sem, scope, release=True, overwrites=True)
 
     return step
 

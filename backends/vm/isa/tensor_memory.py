@@ -338,12 +338,13 @@ def store(b: Binder) -> Step:
 def wait_load(b: Binder) -> Step:
     """Complete this thread's tcgen05.ld: agents ordered after the warp may overwrite the cells."""
     b.expect(0)
+    line = b.instruction.line
 
     def step(warp: Warp) -> None:
         warp.meet("tcgen05.wait::ld")
         for places in warp.tmem_loads.values():
             for cells in places.values():
-                warp.cta.tmem.loads_complete(cells)
+                warp.cta.tmem.loads_complete(warp.agent, cells, warp.stamp, line)
         warp.tmem_loads.clear()
 
     return step

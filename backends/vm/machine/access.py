@@ -10,7 +10,7 @@ import numpy.typing as npt
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, counted, report
 from backends.vm.machine.code import LANES
-from backends.vm.memory.clocks import Carried
+from backends.vm.memory.clocks import Flag
 from backends.vm.memory.definedness import Mask, Missing, Origin
 from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW_SHIFT, Buffer, check_alignment
 from backends.vm.memory.pieces import read_pieces
@@ -370,37 +370,45 @@ def count_served(machine: Machine, groups: int) -> None:
 
 
 def synchronise(
-    warp: Warp, space: str, addresses: Addresses, sem: str, scope: str, *, acquire: bool, release: bool,
-    meetings: int | None = None,
+    warp: Warp, space: str, addresses: Addresses, sem: str, scope: str, *, acquire: bool = False, release: bool = False,
+    overwrites: bool = False, meetings: int | None = None,
 ) -> None:  # fmt: skip
     """A strong operation on flags: a release stores the warp's clock in them, an acquire takes over the clocks there.
 
     Call it before the access for an acquire, after it for a release. A relaxed operation needs the fences of the ISA's
-    patterns (8.9.2, 8.9.3): it stores what a fence has covered, and what it finds is known after a fence. `.volatile`
-    and an atomic without an order are relaxed. `meetings`: the warp's count before an acquire by the same operation,
-    because that acquire does not order what other lanes stored before it.
+    patterns (8.8): it stores what a fence has covered, and what it finds is known after a fence. `.volatile` and an
+    atomic without an order are relaxed. `overwrites`: the release is a store. Who reads it sees no earlier release to
+    the flag, as only atomics continue those (8.9.2), but for those of the storing thread (8.8). `meetings`: the warp's
+    count before an acquire by the same operation, because that acquire does not order what other lanes stored before
+    it.
     """
     races, narrow = warp.cta.machine.races, scope == "cta"
     takes, gives = sem in ("acquire", "acq_rel"), sem in ("release", "acq_rel")
-    given = warp.given(relaxed=not gives, narrow=narrow) if release else ()
     before = warp.acquiring() if acquire else None
     for address in dict.fromkeys(addresses.tolist()):
         where, place = space, address
         if not space:
             where, own = resolve(space, np.array([address], np.int64))
             place = int(own[0])
-        if where == "global" and scope not in ("cta", "cluster"):
-            if acquire:
-                races.acquire(place, warp, ordered=takes)
-            if release:
-                races.release(place, warp, ordered=gives)
         flags, key = warp.cta.cluster.flags, (where.partition("::")[0], place)
-        if acquire and key in flags:
-            warp.take(flags[key], flags[key], relaxed=not takes, narrow=narrow)
+        wide = where == "global" and scope not in ("cta", "cluster")
+        if acquire:
+            if wide:
+                races.acquire(place, warp, ordered=takes)
+            if key in flags:
+                warp.take(flags[key], flags[key], relaxed=not takes, narrow=narrow)
         if release:
-            held = flags.setdefault(key, Carried())
-            for clock, rank, only in given:
+            held = flags.setdefault(key, Flag())
+            if gives:
+                held.releasers.add(warp.agent)
+            ordered = gives or (overwrites and warp.agent in held.releasers)
+            if overwrites:
+                held.parts.clear()
+                races.flags.pop(place, None)
+            for clock, rank, only in warp.given(relaxed=not ordered, narrow=narrow):
                 held.give(clock, rank, narrow=only)
+            if wide:
+                races.release(place, warp, ordered=ordered)
     if before is not None:
         warp.have_acquired(before)
     if release:

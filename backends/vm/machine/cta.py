@@ -16,7 +16,7 @@ from backends.vm.machine.register_pool import REGISTERS, RegisterPool
 from backends.vm.machine.special import Dim3, Place
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import Warpgroup
-from backends.vm.memory.clocks import ACCUMULATORS, Agents, Carried, Clock
+from backends.vm.memory.clocks import ACCUMULATORS, Agents, Clock, Flag
 from backends.vm.memory.global_memory import PARAM_WINDOW
 from backends.vm.memory.mbarrier import MBarrier, Signaller
 from backends.vm.memory.shared import MBARRIER, OFFSET_MASK, RANK_SHIFT, SharedMemory
@@ -361,7 +361,7 @@ class Cluster:
         self.met = np.zeros(self.agents.count, np.int64)
         self.generation = 0
         self.awaited = False
-        self.flags: dict[tuple[str, int], Carried] = {}
+        self.flags: dict[tuple[str, int], Flag] = {}
         self.ctas: list[Cta] = []
         size = shape.cluster
         for rank in range(self.size):

@@ -342,3 +342,10 @@ class Carried:
         for (_, only), clock in self.parts.items():
             if not only:
                 np.maximum(met, clock.seen, out=met)
+
+
+@dataclass(slots=True)
+class Flag(Carried):
+    """What a read of a word in memory acquires. `releasers`: the agents whose releases have written it."""
+
+    releasers: set[int] = field(default_factory=set[int])

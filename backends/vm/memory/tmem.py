@@ -68,6 +68,7 @@ class TensorMemory:
     `cta_group` is the group of the tcgen05 instructions so far, 0 before the first. `collectives` counts those that the
     CTA has executed as one of a pair; the even CTA keeps the pair's `meetings`, by number. `loading` holds the PTX line
     of a tcgen05.ld that may still read the cell: negative once one of its registers has been used, 0 after its wait.
+    After the wait `reader` has the stamp of the wait, `waited_line` its PTX line and `begun` the stamp of the load.
     `unwaited_overwrites` counts the writes to cells where it was negative. `closed`: by column, the line of a dealloc
     that one CTA of the pair has executed.
     """
@@ -82,6 +83,8 @@ class TensorMemory:
     writer_line: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     reader_line: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     loading: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
+    begun: Stamps = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
+    waited_line: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.int32))
     owned: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(COLUMNS, np.bool_))
     closed: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(COLUMNS, np.int32))
     allocations: list[Allocation] = field(default_factory=list[Allocation])
@@ -131,7 +134,7 @@ class TensorMemory:
                 self.defined[cells] = False
                 if self.hidden is not None:
                     self.hidden[cells] = ALL
-                self.writer[cells] = self.reader[cells] = self.loading[cells] = 0
+                self.writer[cells] = self.reader[cells] = self.loading[cells] = self.begun[cells] = 0
                 return
         held = ", ".join(f"{a.columns} columns at {a.first:#x}" for a in self.allocations) or "none"
         raise Fault("tmem-dealloc", f"tcgen05.dealloc of {counted(columns, 'column')} at {address:#x}; live "
@@ -160,6 +163,7 @@ class TensorMemory:
         self._check_owned(index, action)
         wrote = self._check_order(index, self.writer, clock, action, "wrote")
         self.reader[index] = stamp
+        self.begun[index] = 0
         if not self._fenced_alone(wrote, clock, stamp):
             self._check_tensor_fences(index, self.writer, clock, stamp, action)
         self.reader_line[index] = self.agents.line()
@@ -262,10 +266,27 @@ class TensorMemory:
                              f"{who} at PTX line {line} is not complete: tcgen05.wait::st is missing",
                              address=lane << 16 | column, other=OtherAccess(who, "writes", line)))  # fmt: skip
             else:
+                begun = int(self.begun[lane, column]) if did == "read" else 0
+                if begun and begun & EPOCH_MASK <= clock.seen[agent]:
+                    self._report_late_wait(action, lane, column, who)
+                    continue
                 report(Fault("tmem-race", f"{action} lane {lane}, column {column}, but nothing orders that after {who} "
                              f"{did} it{at_line(line)}: a commit and a wait for it, or a barrier, is missing",
                              address=lane << 16 | column, other=OtherAccess(who, did, line)))  # fmt: skip
         return None
+
+    def _report_late_wait(self, action: str, lane: int, column: int, who: str) -> None:
+        line, waited = int(self.reader_line[lane, column]), int(self.waited_line[lane, column])
+        report(
+            Fault(
+                "tmem-load-not-waited",
+                f"{action} lane {lane}, column {column}, where the tcgen05.ld of PTX line "
+                f"{line} by {who} may still read: its tcgen05.wait::ld at PTX line {waited} comes after what "
+                f"orders the two",
+                address=lane << 16 | column,
+                other=OtherAccess(who, "reads", line),
+            )
+        )
 
     def _fenced_alone(self, head: int | None, clock: Clock, stamp: int) -> bool:
         """Whether `_check_tensor_fences` finds nothing in cells that have the one stamp `head`. False if unknown."""
@@ -348,10 +369,16 @@ class TensorMemory:
             lines = self.loading[index]
             self.loading[index] = np.where(lines == line, np.int32(-line), lines)
 
-    def loads_complete(self, cells: list[Index]) -> None:
-        """`tcgen05.wait::ld` of the warp that loads `cells`."""
+    def loads_complete(self, agent: int, cells: list[Index], stamp: int, line: int) -> None:
+        """`tcgen05.wait::ld` at PTX `line`: what `agent` loads from `cells` is read by now, and not before, unless a
+        register of the load has been used."""
         for index in cells:
-            self.loading[index] = 0
+            mine = agent_of(self.reader[index]) == agent
+            reading = mine & (self.loading[index] > 0)
+            self.begun[index] = np.where(reading, self.reader[index], self.begun[index])
+            self.reader[index] = np.where(reading, np.int32(stamp), self.reader[index])
+            self.waited_line[index] = np.where(reading, np.int32(line), self.waited_line[index])
+            self.loading[index] = np.where(mine, 0, self.loading[index])
 
     def stores_complete(self, agent: int, cells: list[Index], stamp: int) -> None:
         """`tcgen05.wait::st`: give the pending cells of `agent` the stamp of a finished write."""

@@ -145,7 +145,21 @@ def memory_programs() -> Iterator[Whole]:
     yield from _loads_of_other_spaces()
     yield from _stores()
     yield from _stores_to_shared()
+    yield _wrapped()
     yield from _hints()
+
+
+def _wrapped() -> Whole:
+    """Registers below 0 whose offset leads back into memory."""
+    return Whole(
+        "addresses that wrap",
+        f"""{WORDS} {SLOT} .local .align 16 .b8 own[16]; sub.u32 %r42, %r40, 1048576; mov.u32 %r43, own;
+sub.u32 %r43, %r43, 1048576; st.shared.v4.b32 [%r42+1048576], {{%r0, %r1, %r2, %r3}};
+ld.shared.v2.b64 {{%d1, %d2}}, [%r42+1048576]; atom.shared.add.u32 %r9, [%r42+1048580], %r2;
+red.shared.xor.b32 [%r42+1048584], %r1; ld.shared.v2.b64 {{%d3, %d4}}, [%r40]; st.local.b64 [%r43+1048576], %d3;
+ld.local.b64 %d5, [%r43+1048576]; cp.async.ca.shared.global [%r42+1048576], [%d20], 8; cp.async.wait_all;
+ld.shared.b64 %d6, [%r42+1048576]; {kept("%d1", "%d2", "%r9", "%d3", "%d4", "%d5", "%d6")}""",
+    )
 
 
 _POLICY = "createpolicy.fractional.L2::evict_last.b64 %d15, 1.0;"

@@ -51,6 +51,37 @@ def test_vectors_keep_the_order_of_memory(vector: str) -> None:
     assert_clean(kernel, {"out": BYTES}, schedules=("eager",))
 
 
+WRAPPED = {
+    "ld.shared": "st.shared.b32 [s], 5; ld.shared.b32 %r3, [%r1+4294966784];",
+    "ld.shared behind a register below 0": "st.shared.b32 [s], 5; ld.shared.b32 %r3, [%r2+2048];",
+    "st.shared": "st.shared.b32 [%r2+2048], 5; ld.shared.b32 %r3, [s];",
+    "atom.shared": "st.shared.b32 [s], 5; atom.shared.add.u32 %r3, [%r2+2048], 1;",
+    "red.shared": "st.shared.b32 [s], 4; red.shared.add.u32 [%r2+2048], 1; ld.shared.b32 %r3, [s];",
+    "cp.async": "cp.async.ca.shared.global [%r2+2048], [%x], 4; cp.async.wait_all; ld.shared.b32 %r3, [s];",
+    "st.local and ld.local": "st.local.b32 [%r5+2048], 5; ld.local.b32 %r3, [%r5+2048];",
+    "mbarrier.init": "mbarrier.init.shared.b64 [%r2+2048], 5; mbarrier.pending_count.b64 %r3, %rd1;",
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_addresses_of_32_bits_wrap(name: str) -> None:
+    """nvcc makes a register below 0 and an offset of `s[i % 3]`; conformance/silicon/whole/movement.py asks an
+    H200."""
+    access = WRAPPED[name]
+    if name == "mbarrier.init":
+        access = access.replace("mbarrier.pending", "mbarrier.arrive.shared.b64 %rd1, [s]; mbarrier.pending")
+    body = f""".shared .align 16 .b8 s[16]; .local .align 8 .b8 l[16];
+mov.u32 %r0, s; add.u32 %r1, %r0, 512; sub.u32 %r2, %r0, 2048; mov.u32 %r4, l; sub.u32 %r5, %r4, 2048;
+{access} st.global.b32 [%out], %r3; ret;"""
+    kernel = Kernel(body, {"x": np.full(4, 5, np.uint32), "out": np.zeros(1, np.uint32)}, block=(1, 1, 1))
+    assert_clean(kernel, {"out": [5]}, schedules=("eager",))
+
+
+def test_an_address_that_wraps_into_nothing_is_out_of_bounds() -> None:
+    body = ".shared .align 16 .b8 s[16]; mov.u32 %r1, 0; ld.shared.b32 %r3, [%r1+-16]; //!\nret;"
+    assert_blamed(Kernel(body), "out-of-bounds", "an address of CTA rank 255", schedules=("eager",))
+
+
 ATOMICS = {
     "add.u32": lambda old, x: (old + x) & 0xFFFFFFFF,
     "min.u32": min,

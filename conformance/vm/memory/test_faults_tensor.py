@@ -189,6 +189,14 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
         "tmem-load-not-waited",
         ("tcgen05.mma writes lane 0, column ", "by warp 0"),
     ),
+    "a load that is waited for behind the barrier only, overwritten by an mma": (
+        {
+            "read": f"{LOAD}\n{SYNC}\ntcgen05.wait::ld.sync.aligned;\n@%p3 bra NOT_AGAIN;\n{MMA} //!\nNOT_AGAIN:",
+            "out": "",
+        },
+        "tmem-load-not-waited",
+        ("tcgen05.mma writes lane", "where the tcgen05.ld of PTX line"),
+    ),
     "a load that is not waited for in memory that is given back": (
         {"read": LOAD, "out": "", "free": STAGES["free"] + " //!"},
         "tmem-load-not-waited",

@@ -167,6 +167,84 @@ def test_a_relaxed_side_of_a_flag_orders_nothing(name: str, flag: str) -> None:
     assert_blamed(with_flag(FLAGS_UNORDERED[name], flag), "race", "after warp 0 wrote it")
 
 
+def published_by_two(publish: str, between: str, space: str, scope: str) -> Kernel:
+    """Lane 0 of warp 0 stores 7 and does `publish` with a flag; then that of warp 1 does `between` with it; then warp 2
+    loads it by an acquire, and reads. Relaxed words, which order nothing, tell warps 1 and 2 when it is their turn.
+
+    In both texts FLAG is the flag's address, and SPACE and SCOPE are those of its accesses.
+    """
+
+    def turn(label: str, word: int) -> str:
+        return f"{label}: ld.relaxed.SCOPE.SPACE.b32 %r4, [FLAG+{word}]; setp.eq.u32 %p3, %r4, 0; @%p3 bra {label};"
+
+    body = f"""{DECLARED} .shared .align 16 .b8 here[12]; mov.u32 %r8, here; setp.ne.u32 %p2, %lane, 0;
+@!%p2 st.shared.b32 [%r8], 0; @!%p2 st.shared.b32 [%r8+4], 0; @!%p2 st.shared.b32 [%r8+8], 0; bar.sync 0;
+setp.eq.u32 %p4, %warp, 1; setp.eq.u32 %p5, %warp, 2;
+@%p5 bra READER;
+@%p2 ret;
+@%p4 bra SECOND;
+st.shared.b32 [buf], 7;
+{publish} st.relaxed.SCOPE.SPACE.b32 [FLAG+4], 1;
+ret;
+SECOND: {turn("FIRST_DONE", 4)}
+{between} st.relaxed.SCOPE.SPACE.b32 [FLAG+8], 1;
+ret;
+READER: {turn("SECOND_DONE", 8)}
+ld.acquire.SCOPE.SPACE.b32 %r4, [FLAG];
+{READ}
+{RESULT}
+ret;"""
+    body = body.replace("FLAG", "%r8" if space.startswith("shared") else "%flag")
+    body = body.replace("SPACE", space).replace("SCOPE", scope)
+    return Kernel(body, {"out": OUT[:32], "flag": np.zeros(3, np.uint32)}, block=(96, 1, 1))
+
+
+RELEASED = "st.release.SCOPE.SPACE.b32 [FLAG], 1;"
+STORED = "st.relaxed.SCOPE.SPACE.b32 [FLAG], 2;"
+FENCED = "fence.acq_rel.SCOPE;"
+CONTINUED = {
+    "an exchange": (RELEASED, "atom.relaxed.SCOPE.SPACE.exch.b32 %r5, [FLAG], 2;"),
+    "a reduction": (RELEASED, "red.relaxed.SCOPE.SPACE.add.u32 [FLAG], 1;"),
+    "a store behind a relaxed load and a fence": (
+        RELEASED,
+        f"ld.relaxed.SCOPE.SPACE.b32 %r5, [FLAG]; {FENCED} {STORED}",
+    ),
+    "a store behind an atomic and a fence": (
+        RELEASED,
+        f"atom.relaxed.SCOPE.SPACE.or.b32 %r5, [FLAG], 1; {FENCED} {STORED}",
+    ),
+    "a release behind an acquire": (
+        RELEASED,
+        "ld.acquire.SCOPE.SPACE.b32 %r5, [FLAG]; st.release.SCOPE.SPACE.b32 [FLAG], 2;",
+    ),
+    "a store by the thread that has released": (f"{RELEASED} {STORED}", ""),
+}
+ENDED = {
+    "a relaxed store": (RELEASED, STORED),
+    "a volatile store": (RELEASED, "st.volatile.SPACE.b32 [FLAG], 2;"),
+    "a release that has acquired nothing": (RELEASED, "st.release.SCOPE.SPACE.b32 [FLAG], 2;"),
+    "a store behind a relaxed load": (RELEASED, f"ld.relaxed.SCOPE.SPACE.b32 %r5, [FLAG]; {STORED}"),
+    "a store behind a reduction and a fence": (
+        RELEASED,
+        f"red.relaxed.SCOPE.SPACE.or.b32 [FLAG], 1; {FENCED} {STORED}",
+    ),
+}
+PLACES = [("shared", "cta"), ("global", "cta"), ("global", "gpu")]
+
+
+@pytest.mark.parametrize(("space", "scope"), PLACES)
+@pytest.mark.parametrize("name", CONTINUED)
+def test_what_continues_a_release(name: str, space: str, scope: str) -> None:
+    assert_clean(published_by_two(*CONTINUED[name], space, scope), SEVENS)
+
+
+@pytest.mark.parametrize(("space", "scope"), PLACES)
+@pytest.mark.parametrize("name", ENDED)
+def test_a_store_of_another_thread_ends_a_release(name: str, space: str, scope: str) -> None:
+    """PTX ISA 8.9.2: only atomics pass on what a write releases. 8.11.1: a reduction acquires nothing."""
+    assert_blamed(published_by_two(*ENDED[name], space, scope), "race", "after warp 0 wrote it")
+
+
 def handed_through(words: str) -> Kernel:
     """Warp 0 completes phase 0; warp 1 waits for it and completes phase 1; warp 2 waits for that and reads 0's
     store."""
