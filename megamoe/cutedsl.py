@@ -23,7 +23,8 @@ from typing import Any
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.machine import CompiledHost, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
-from megamoe.vm import SMALLEST_ADDRESS, Device, Reached, host_waited, submit, view_of
+from megamoe.host_memory import SMALLEST_ADDRESS, Reached, view_of
+from megamoe.vm import Device, host_waited, submit
 
 try:
     import cutlass

@@ -45,9 +45,13 @@ MEGAMOE = {
     # The doors. Each finds its machine by entry point, so none of them imports a backend.
     "findings": "contract spec",
     "cuda_source": "contract",
-    "vm": "contract runner findings cuda_source",
-    "triton": "contract vm",
-    "cutedsl": "contract vm",
+    "host_memory": "contract",
+    "tensor_maps": "contract host_memory",
+    "arguments": "contract host_memory tensor_maps",
+    "entry_names": "contract",
+    "vm": "contract runner findings cuda_source host_memory tensor_maps arguments entry_names",
+    "triton": "contract host_memory vm",
+    "cutedsl": "contract host_memory vm",
     "torch_cuda": "contract vm",
     # The API for PyTorch users. megamoe/__init__.py exports its names lazily.
     "torch_ops": "megamoe contract codec spec",
