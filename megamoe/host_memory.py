@@ -32,25 +32,93 @@ class View:
 def view_of(array: Any) -> View | None:
     """The memory of a torch tensor or NumPy array; None for anything else.
 
-    LaunchRefusedError for a tensor on a device and for one whose elements do not lie in one allocation.
+    LaunchRefusedError for a tensor on a device, for one whose elements do not lie in one allocation, and for elements
+    that are not what the bytes in memory say: Python objects, numbers in the other byte order, conjugates to be taken.
     """
+    if isinstance(array, np.ndarray):
+        _check_elements(array)
+    elif _is_tensor(array):
+        _check_tensor(array)
+    return _span_of(array)
+
+
+def _is_tensor(array: Any) -> bool:
+    return hasattr(array, "untyped_storage") and hasattr(array, "data_ptr")
+
+
+def _span_of(array: Any) -> View | None:
     if isinstance(array, np.ndarray):
         root = array
         while isinstance(root.base, np.ndarray):
             root = root.base
         start, end = np.lib.array_utils.byte_bounds(root)
         return View(array.ctypes.data, array.nbytes, start, end - start, array.flags.writeable)
-    if hasattr(array, "untyped_storage") and hasattr(array, "data_ptr"):
-        if array.device.type != "cpu":
-            raise LaunchRefusedError(f"a tensor is on {array.device}; the machine works on tensors of the CPU: t.cpu()")
-        if str(array.layout) != "torch.strided":
-            raise LaunchRefusedError(
-                f"a tensor has the layout {array.layout}; the machine works on torch.strided ones: t.to_dense()"
-            )
+    if _is_tensor(array):
         storage = array.untyped_storage()
         own = array.numel() * array.element_size()
         return View(array.data_ptr(), own, storage.data_ptr(), storage.nbytes(), True)
     return None
+
+
+def _check_elements(array: npt.NDArray[Any]) -> None:
+    dtype = array.dtype
+    if isinstance(array, np.ma.MaskedArray):
+        raise LaunchRefusedError("an array is masked, and a kernel sees no mask: give its .data, or .filled(VALUE)")
+    if dtype.hasobject:
+        raise LaunchRefusedError(
+            f"an array has the dtype {dtype}, whose elements are references to Python objects; a kernel needs the "
+            "numbers themselves: .astype(np.float32)"
+        )
+    if not dtype.isnative:
+        raise LaunchRefusedError(
+            f"an array has the dtype {dtype.str if dtype.names is None else dtype}, in the byte order of another "
+            "machine; a GPU is little-endian: a.astype(a.dtype.newbyteorder('='))"
+        )
+    for one in _plain_dtypes(dtype):
+        if one.kind == "U":
+            raise LaunchRefusedError(
+                f"an array has the dtype {one}, text of 4 bytes a character; for a `char *` give bytes: "
+                "np.array(..., 'S')"
+            )
+        if one.kind in "fc" and one.itemsize > _LARGEST_NUMBER[one.kind]:
+            raise LaunchRefusedError(
+                f"an array has the dtype {one}, which no GPU has; use float64: .astype(np.float64)"
+            )
+
+
+_LARGEST_NUMBER = {"f": 8, "c": 16}
+"""Bytes of the largest float and complex number that a GPU has."""
+
+
+def _plain_dtypes(dtype: np.dtype[Any]) -> Iterator[np.dtype[Any]]:
+    """The dtypes of the numbers in an element, which may be a struct of structs and of arrays."""
+    if dtype.subdtype is not None:
+        yield from _plain_dtypes(dtype.subdtype[0])
+    elif dtype.fields is not None:
+        for inner, *_ in dtype.fields.values():
+            yield from _plain_dtypes(inner)
+    else:
+        yield dtype
+
+
+def _check_tensor(tensor: Any) -> None:
+    if tensor.device.type != "cpu":
+        raise LaunchRefusedError(f"a tensor is on {tensor.device}; the machine works on tensors of the CPU: t.cpu()")
+    if str(tensor.layout) != "torch.strided":
+        raise LaunchRefusedError(
+            f"a tensor has the layout {tensor.layout}; the machine works on torch.strided ones: t.to_dense()"
+        )
+    for asked, lazily, resolve in (("is_conj", "conjugate", "resolve_conj"), ("is_neg", "negative", "resolve_neg")):
+        if hasattr(tensor, asked) and getattr(tensor, asked)():
+            raise LaunchRefusedError(
+                f"a tensor is a view that stands for the {lazily} of what its memory holds, which a kernel would "
+                f"read as it is: t.{resolve}()"
+            )
+    if tensor.numel() and not tensor.data_ptr():
+        raise LaunchRefusedError(
+            f"a tensor ({type(tensor).__name__} of {tensor.numel()} elements) has no memory of its own: it is a fake "
+            "one or wraps others, or its storage was given back; give the tensor that has the elements"
+        )
 
 
 def array_of(option: str, array: object) -> View:
@@ -88,7 +156,7 @@ class Reached:
             pointers["the arguments"] = np.array(addresses, np.int64)
         if pointers:
             self.live += _pointed_at(np.unique(np.concatenate([*pointers.values()])))
-            named += [(_name_of(view, pointers), view) for one in self.live if (view := view_of(one))]
+            named += [(_name_of(view, pointers), view) for one in self.live if (view := _span_of(one))]
         self._spaces = [array_of("scratch", one) for one in scratch]
         self.stretches = list(map(self._judged, _united([*named, *(("scratch", view) for view in self._spaces)])))
 
@@ -114,6 +182,12 @@ class Reached:
             return view.first
         home = next(one for one in self.stretches if one.address <= view.first <= one.address + one.size)
         return self.machine.address_of(view.first, home.address)
+
+    def knows(self, address: int) -> bool:
+        """Whether `address` lies in this memory, or right behind a stretch of it, or in memory of the machine."""
+        starts = ((start, one.size) for one in self.stretches
+                  for start in (one.address, self.machine.address_of(one.address, one.address)))  # fmt: skip
+        return any(start <= address <= start + size for start, size in starts) or self.machine.holds(address)
 
 
 def _united(named: Iterable[tuple[str, View]]) -> Iterator[Stretch]:
@@ -157,7 +231,8 @@ def _pointed_at(values: npt.NDArray[np.int64]) -> Iterator[Any]:
     for one in [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]:
         if one.layout is not torch.strided or one.device.type != "cpu" or type(one).__name__ == "FakeTensor":
             continue
-        view = view_of(one)
+        # One without memory has the address 0, and its storage cannot be asked.
+        view = _span_of(one) if one.data_ptr() else None
         if view and view.size:
             at = int(np.searchsorted(values, view.allocation))
             if at < values.size and values[at] < view.allocation + view.size:

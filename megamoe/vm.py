@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 
-from megamoe.arguments import encoded
+from megamoe.arguments import addresses_among, encoded
 from megamoe.contract.backend import UnsupportedError, open_machine
 from megamoe.contract.counted import counted
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError
@@ -168,7 +168,12 @@ class Device:
             for one in held:
                 array_of("memory", one)
             given = [array_behind(one) for one in args]
-            reached = Reached(self.machine, [*given, *held], scratch=several("scratch", scratch))
+            reached = Reached(
+                self.machine,
+                [*given, *held],
+                addresses=addresses_among(entries[name], args),
+                scratch=several("scratch", scratch),
+            )
             params = encoded(name, entries[name], args, reached)
             sizes = _dim3("grid", grid), _dim3("block", block)
             clusters = _dim3("cluster", cluster)

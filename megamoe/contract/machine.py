@@ -145,7 +145,8 @@ class Stretch:
 class Parameter(Protocol):
     """A parameter of a kernel as its PTX declares it. `type` is "u32", "f32", "b8", ...; sizes are in bytes.
 
-    An array or a struct has the type of its elements, and a `size` larger than one element.
+    An array or a struct has the type of its elements, and a `size` larger than one element. `pointer`: the kernel is
+    known to take it for an address in global memory; false if the machine cannot tell.
     """
 
     @property
@@ -156,6 +157,8 @@ class Parameter(Protocol):
     def size(self) -> int: ...
     @property
     def align(self) -> int: ...
+    @property
+    def pointer(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +224,10 @@ class KernelMachine(Protocol):
 
     def address_of(self, address: int, allocation: int) -> int:
         """The address at which kernels see byte `address` of the allocation at `allocation`, aligned as on a GPU."""
+        ...
+
+    def holds(self, address: int) -> bool:
+        """Whether the machine itself has memory at `address`: a variable of a module, or what a kernel allocated."""
         ...
 
     def launch(

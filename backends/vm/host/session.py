@@ -138,6 +138,10 @@ class Session:
         """
         return address if allocation % ALIGNMENT == 0 else _elsewhere(allocation) + address - allocation
 
+    def holds(self, address: int) -> bool:
+        """Whether a variable of a module or memory that a kernel allocated lies at `address`."""
+        return self._machine.memory.holding(address) is not None
+
     def launch(
         self,
         ptx: str,
