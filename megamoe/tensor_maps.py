@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
+from reprlib import repr as shown
 from typing import Any, Literal
 
 import numpy as np
@@ -44,11 +46,18 @@ def tensor_map(
 
     `box` and `element_strides` are in elements, in the order of the tensor's own dimensions (the last one is
     contiguous). `dtype`: the map's, where it differs from the tensor's ("tf32", "b4x16", ...; a b4x16 map of uint8
-    bytes counts two elements per byte in its last dimension). ValueError for a tensor whose last dimension is strided.
+    bytes counts two elements per byte in its last dimension). ValueError for a tensor whose last dimension is strided,
+    and for a value of a wrong type. Values that the driver refuses are refused at the launch.
 
     With `im2col` it is a cuTensorMapEncodeIm2col map for a tensor [images, .., width, channels]. `box` is then the
     number of channels, and the corners of the PixelBox follow the order of the tensor's own dimensions.
     """
+    for option, text in (("swizzle", swizzle), ("oob_fill", oob_fill), ("dtype", dtype or "")):
+        if not isinstance(text, str):
+            raise ValueError(f"{option} of a tensor map is {text!r}; it must be a name, as {_EXAMPLES[option]!r}")
+    corners = None if im2col is None else _corners(im2col)
+    sizes = _whole("box", box)
+    steps = None if element_strides is None else _whole("element_strides", element_strides)
     shape, strides, bytes_each, name = _layout(tensor)
     if strides and strides[-1] != 1 and shape[-1] != 1:
         raise ValueError(f"a tensor map needs a last dimension of stride 1; the tensor has the strides {strides}")
@@ -65,18 +74,48 @@ def tensor_map(
         chosen,
         tuple(dims),
         tuple(stride * bytes_each for stride in reversed(strides[:-1])),
-        tuple(reversed(tuple(box))),
+        sizes[::-1],
         swizzle,
-        None if element_strides is None else tuple(reversed(tuple(element_strides))),
+        None if steps is None else steps[::-1],
         oob_fill,
-        None if im2col is None else PixelBox(tuple(im2col.lower)[::-1], tuple(im2col.upper)[::-1], im2col.pixels),
+        corners,
     )
+
+
+_EXAMPLES = {"swizzle": "128B", "oob_fill": "zero", "dtype": "bf16"}
+
+
+def _corners(im2col: object) -> PixelBox:
+    """`im2col` with its corners in the order of the map's dimensions."""
+    if not isinstance(im2col, PixelBox):
+        raise ValueError(f"im2col of a tensor map is {shown(im2col)}; it must be a PixelBox(lower, upper, pixels)")
+    (pixels,) = _whole("pixels", (im2col.pixels,))
+    return PixelBox(_whole("lower", im2col.lower)[::-1], _whole("upper", im2col.upper)[::-1], pixels)
+
+
+def _whole(option: str, given: object) -> tuple[int, ...]:
+    """The whole numbers of a parameter; ValueError for anything else. True is no number of elements."""
+    try:
+        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+            raise TypeError
+        return tuple(_whole_number(one) for one in given)
+    except TypeError:
+        raise ValueError(f"{option} of a tensor map is {shown(given)}; it must be whole numbers of elements") from None
+
+
+def _whole_number(one: Any) -> int:
+    if isinstance(one, bool | np.bool_):
+        raise TypeError
+    return index(one)
 
 
 def _layout(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, str]:
     """Shape, strides in elements, bytes per element, and the dtype's name."""
     if isinstance(tensor, np.ndarray):
         each = tensor.itemsize
+        if any(stride % each for stride in tensor.strides):
+            raise ValueError(f"a tensor map counts in elements; the array's strides are {tensor.strides} bytes, with "
+                             f"{each} bytes an element")  # fmt: skip
         return tensor.shape, tuple(stride // each for stride in tensor.strides), each, tensor.dtype.name
     if view_of(tensor) is None:
         raise ValueError(f"a tensor map is of a torch tensor or a NumPy array, not of {type(tensor).__name__}")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from conformance.meta.doors.test_vm import ADDRESS, COUNT, FIRST, HEAD, SCALE, STRUCT
+from conformance.meta.doors.test_vm import ADDRESS, COUNT, FIRST, HEAD, SCALE, STRUCT, TMA
+from megamoe.contract.machine import PixelBox
 from megamoe.vm import Device, KernelFault, LaunchRefusedError
+from megamoe.vm import tensor_map as made_map
 
 I32 = np.zeros(4, np.int32)
 F32 = np.zeros(4, np.float32)
@@ -88,6 +90,11 @@ def test_an_array_of_plain_memory_is_taken(name: str, vm: Device) -> None:
     assert strange, "strange arrays that are alive disturb no search for what addresses point at"
 
 
+def tensor_map(*args: Any, **options: Any) -> Any:
+    """tensor_map, which checks what no type checker has seen."""
+    return made_map(*args, **options)
+
+
 def test_a_number_for_a_pointer_must_be_an_address(vm: Device) -> None:
     y, x = torch.zeros(4, dtype=torch.int32), np.zeros(4, np.int32)
     for wrong in (1, 12345, 0x3F80_0000, -1, np.int64(64)):
@@ -113,6 +120,56 @@ def test_an_address_that_a_kernel_has_left_is_a_pointer(vm: Device) -> None:
                          "mov.u64 %rd2, counter;\n  st.global.u64 [%rd1], %rd2;")  # fmt: skip
     vm.launch(left, "count", 1, 1, at := np.zeros(1, np.int64))
     vm.launch(FIRST, "first", 1, 1, np.zeros(1, np.int32), int(at[0]))
+
+
+SQUARE = torch.zeros(8, 8)
+IMAGES = torch.zeros(2, 8, 8, 16)
+NO_MAP: dict[str, tuple[Any, str]] = {
+    "half an element": (lambda: tensor_map(SQUARE, (8.5, 8)), r"box of a tensor map is \(8\.5, 8\); .* whole numbers"),
+    "a whole float": (lambda: tensor_map(SQUARE, (8.0, 8)), "box of a tensor map is"),
+    "a bool": (lambda: tensor_map(SQUARE, (True, 8)), "box of a tensor map is"),
+    "words": (lambda: tensor_map(SQUARE, ("8", "8")), "box of a tensor map is"),
+    "a word": (lambda: tensor_map(SQUARE, "88"), "box of a tensor map is '88'"),
+    "one number": (lambda: tensor_map(SQUARE, 8), "box of a tensor map is 8"),
+    "none": (lambda: tensor_map(SQUARE, None), "box of a tensor map is None"),
+    "strides": (lambda: tensor_map(SQUARE, (8, 8), element_strides=(1.0, 1)), "element_strides of a tensor map is"),
+    "a swizzle": (lambda: tensor_map(SQUARE, (8, 8), 128), "swizzle .* is 128; it must be a name, as '128B'"),
+    "a list": (lambda: tensor_map(SQUARE, (8, 8), ["128B"]), "swizzle of a tensor map is"),
+    "a dtype": (lambda: tensor_map(SQUARE, (8, 8), dtype=torch.float16), "dtype of a tensor map is torch.float16"),
+    "a fill": (lambda: tensor_map(SQUARE, (8, 8), oob_fill=0), "oob_fill of a tensor map is 0"),
+    "a box of pixels": (lambda: tensor_map(IMAGES, (16,), im2col=(1, 1, 4)), "it must be a PixelBox"),
+    "a corner": (
+        lambda: tensor_map(IMAGES, (16,), im2col=PixelBox(cast("Any", (-1.5, 0)), (0, 0), 4)), "lower of a tensor map is",
+    ),
+    "pixels": (lambda: tensor_map(IMAGES, (16,), im2col=PixelBox((0, 0), (0, 0), cast("Any", "4"))), "pixels of a tensor map is"),
+    "no tensor": (lambda: tensor_map([1], (1,)), "of a torch tensor or a NumPy array, not of list"),
+    "a field of structs": (
+        lambda: tensor_map(np.zeros(64, np.dtype([("a", "f8"), ("b", "f4")]))["a"], (8,)), "strides are .12,. bytes",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_MAP)
+def test_a_parameter_of_a_map_that_is_no_number_is_refused_when_it_is_made(name: str) -> None:
+    make, sentence = NO_MAP[name]
+    with pytest.raises(ValueError, match=sentence):
+        make()
+
+
+def test_whole_numbers_of_any_kind_make_a_map() -> None:
+    kinds = (8, np.int64(8), torch.tensor(8))
+    maps = [tensor_map(SQUARE, (one, one), element_strides=[one, one]) for one in kinds]
+    assert {(one.box, one.element_strides) for one in maps} == {((8, 8), (8, 8))}
+    assert tensor_map(SQUARE, torch.Size((8, 4))).box == (4, 8)
+    assert tensor_map(SQUARE, np.array([8, 4])).box == (4, 8)
+
+
+@pytest.mark.parametrize(("box", "sentence"), [((-8, 8), r"box\[1\] is -8; 1 to 256"), ((8, 0), r"box\[0\] is 0")])
+def test_a_number_that_the_driver_refuses_is_refused_at_the_launch(
+    vm: Device, box: tuple[int, int], sentence: str
+) -> None:
+    with pytest.raises(LaunchRefusedError, match=sentence):
+        vm.launch(TMA, "box", 1, 1, None, tensor_map(SQUARE, box))
 
 
 FLOATS = (
