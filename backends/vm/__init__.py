@@ -95,6 +95,9 @@ It does NOT notice, and why:
   number of registers, warps without a setmaxnreg count as holding none, and one that has ended still holds its own.
 
 It refuses, although silicon may run it:
+- calls through a register (function pointers, virtual functions) and recursive calls, as functions are put in the place
+  of their calls, and with them alloca, stacksave and stackrestore (bind/calls.py);
+- textures, samplers and surfaces (tex, tld4, suld, sust and their kin);
 - mbarrier.init over a live mbarrier that has been used, or with another count;
 - an undefined operand of an atomic, an st.async or a red.async, or undefined memory under an atomic other than
   atom.exch, even if the result is never used;

@@ -139,9 +139,13 @@ NO_MAP: dict[str, tuple[Any, str]] = {
     "a fill": (lambda: tensor_map(SQUARE, (8, 8), oob_fill=0), "oob_fill of a tensor map is 0"),
     "a box of pixels": (lambda: tensor_map(IMAGES, (16,), im2col=(1, 1, 4)), "it must be a PixelBox"),
     "a corner": (
-        lambda: tensor_map(IMAGES, (16,), im2col=PixelBox(cast("Any", (-1.5, 0)), (0, 0), 4)), "lower of a tensor map is",
+        lambda: tensor_map(IMAGES, (16,), im2col=PixelBox(cast("Any", (-1.5, 0)), (0, 0), 4)),
+        "lower of a tensor map is",
     ),
-    "pixels": (lambda: tensor_map(IMAGES, (16,), im2col=PixelBox((0, 0), (0, 0), cast("Any", "4"))), "pixels of a tensor map is"),
+    "pixels": (
+        lambda: tensor_map(IMAGES, (16,), im2col=PixelBox((0, 0), (0, 0), cast("Any", "4"))),
+        "pixels of a tensor map is",
+    ),
     "no tensor": (lambda: tensor_map([1], (1,)), "of a torch tensor or a NumPy array, not of list"),
     "a field of structs": (
         lambda: tensor_map(np.zeros(64, np.dtype([("a", "f8"), ("b", "f4")]))["a"], (8,)), "strides are .12,. bytes",
