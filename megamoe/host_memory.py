@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megamoe.contract.machine import KernelMachine, LaunchRefusedError, Stretch
+from megamoe.unwritten import is_unwritten
 
 SMALLEST_ADDRESS = 1 << 22
 """No allocation lies below this, where programs like Debian's Python begin, so tensors of small counts and indices are
@@ -182,6 +183,10 @@ class Reached:
             return view.first
         home = next(one for one in self.stretches if one.address <= view.first <= one.address + one.size)
         return self.machine.address_of(view.first, home.address)
+
+    def memory(self) -> list[Stretch]:
+        """The stretches as they are now, right before a launch: those that nobody has written yet are marked."""
+        return [replace(one, unwritten=is_unwritten(one.address, one.size)) for one in self.stretches]
 
     def knows(self, address: int) -> bool:
         """Whether `address` lies in this memory, or right behind a stretch of it, or in memory of the machine."""

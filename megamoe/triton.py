@@ -285,7 +285,7 @@ class MachineLauncher:
                     params[: len(declared)],
                     cluster=(clusters, 1, 1),
                     dynamic_smem=metadata.shared,
-                    memory=reached.stretches,
+                    memory=reached.memory(),
                     dependent=bool(metadata.launch_pdl),
                 )
             driver.scratch_of_launches.append(scratch)

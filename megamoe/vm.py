@@ -185,7 +185,7 @@ class Device:
                     params,
                     cluster=clusters,
                     dynamic_smem=_whole("smem", smem),
-                    memory=reached.stretches,
+                    memory=reached.memory(),
                     cooperative=cooperative,
                     dependent=dependent,
                 )

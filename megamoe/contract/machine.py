@@ -128,7 +128,8 @@ class LaunchRefusedError(ValueError):
 class Stretch:
     """`size` bytes of this process's memory at `address`, in one allocation, that kernels may access.
 
-    `scratch`: a workspace; nothing reads what a launch leaves in it.
+    `scratch`: a workspace; nothing reads what a launch leaves in it. `unwritten`: nobody has written any of it yet, so
+    that it holds nothing until the kernel stores it.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Stretch:
     size: int
     writable: bool = True
     scratch: bool = False
+    unwritten: bool = False
 
     def has(self, address: int) -> bool:
         """Whether the byte at `address` lies in this stretch."""

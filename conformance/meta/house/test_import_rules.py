@@ -45,14 +45,15 @@ MEGAMOE = {
     # The doors. Each finds its machine by entry point, so none of them imports a backend.
     "findings": "contract spec",
     "cuda_source": "contract",
-    "host_memory": "contract",
+    "unwritten": "",
+    "host_memory": "contract unwritten",
     "tensor_maps": "contract host_memory",
     "arguments": "contract host_memory tensor_maps",
     "entry_names": "contract",
     "vm": "contract runner findings cuda_source host_memory tensor_maps arguments entry_names",
     "triton": "contract host_memory vm",
     "cutedsl": "contract host_memory vm",
-    "torch_cuda": "contract vm",
+    "torch_cuda": "contract unwritten vm",
     # The API for PyTorch users. megamoe/__init__.py exports its names lazily.
     "torch_ops": "megamoe contract codec spec",
     "pytest_plugin": "contract runner vm torch_cuda triton cutedsl findings export",
