@@ -23,7 +23,8 @@ from typing import Any
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.machine import CompiledHost, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
-from megamoe.vm import SMALLEST_ADDRESS, Device, Reached, host_waited, submit, view_of
+from megamoe.host_memory import SMALLEST_ADDRESS, Reached, view_of
+from megamoe.vm import Device, host_waited, submit
 
 try:
     import cutlass
@@ -319,13 +320,13 @@ def _run(device: Device, own: Callable[..., object], compiled: Any, pointers: Se
     if not compiled.has_gpu_module:
         own(compiled, pointers)
         return 0
-    host, memory = _host(compiled), _memory_behind(device, addresses)
+    host, reached = _host(compiled), _memory_behind(device, addresses)
     # A graph replays later, when the caller may have released the owners of the arguments.
     alive = (pointers, *_PACKED)
 
     def work() -> object:
         with device.watched(host.ptx):
-            machine.call(host, addresses, memory)
+            machine.call(host, addresses, reached.memory())
         return alive
 
     try:
@@ -351,7 +352,7 @@ _FOUND: dict[int, weakref.ref[Any] | None] = {}
 """For each address looked up, the tensor that it points into; None if there is none."""
 
 
-def _memory_behind(device: Device, pointers: Sequence[int]) -> Any:
+def _memory_behind(device: Device, pointers: Sequence[int]) -> Reached:
     """The memory behind the packed arguments. Each argument begins with an address or is a number."""
     arrays, sought = list[Any](), list[int]()
     for pointer in pointers:
@@ -371,7 +372,7 @@ def _memory_behind(device: Device, pointers: Sequence[int]) -> Any:
     for value in sought:
         at = next((one for one in reached.live if _within(value, one)), None)
         _FOUND[value] = None if at is None else weakref.ref(at)
-    return reached.stretches
+    return reached
 
 
 def _within(address: int, array: Any) -> bool:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.program import TARGETS
+from megamoe.unwritten import hand_out
 from megamoe.vm import begin_capture, capturing, end_capture, host_waited, submit
 
 _NAMES = {"sm_90a": "megamoe vm, sm_90a", "sm_100a": "megamoe vm, sm_100a"}
@@ -179,6 +180,8 @@ class _CudaIsHost(TorchFunctionMode):
         # A tensor that is returned as it was passed in keeps its allocation, and autograd may keep it.
         if type(made) is torch.Tensor and name in _ALLOCATING and not any(made is one for one in given):
             _align(made)
+        if type(made) is torch.Tensor and name in _EMPTY and "out" not in named:
+            _hand_out(made)
         return made
 
 
@@ -187,10 +190,12 @@ _WAITING = {
     "tolist",
 }  # fmt: skip
 """Torch's functions for which the host waits for the device."""
+_EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+"""Torch's functions that leave a tensor without values."""
 _ALLOCATING = {
-    "arange", "as_tensor", "clone", "contiguous", "empty", "empty_like", "empty_strided", "eye", "full", "full_like",
-    "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "tensor",
-    "to", "zeros", "zeros_like",
+    "arange", "as_tensor", "clone", "contiguous", "eye", "full", "full_like", "linspace", "new_full", "new_ones",
+    "new_tensor", "new_zeros", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn",
+    "randn_like", "tensor", "to", "zeros", "zeros_like", *_EMPTY,
 }  # fmt: skip
 ALIGNMENT = 256
 """Alignment of each allocation in bytes: cudaMalloc's minimum. Host code that makes tensor maps requires it."""
@@ -210,6 +215,13 @@ def _align(tensor: torch.Tensor) -> None:
     home.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
     with torch.no_grad():
         tensor.set_(home.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+
+def _hand_out(tensor: torch.Tensor) -> None:
+    """Fills the allocation of a tensor without values so that kernels are noticed that read it before it is written."""
+    if tensor.layout is torch.strided and tensor.device.type == "cpu":
+        storage = tensor.untyped_storage()
+        hand_out(storage.data_ptr(), storage.nbytes())
 
 
 def _host_device(value: Any) -> Any:

@@ -24,7 +24,8 @@ from typing import Any
 
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.machine import KernelMachine, LaunchRefusedError, PixelBox
-from megamoe.vm import Device, Reached, sentences, submit
+from megamoe.host_memory import Reached
+from megamoe.vm import Device, sentences, submit
 
 try:
     import triton  # noqa: F401
@@ -284,7 +285,7 @@ class MachineLauncher:
                     params[: len(declared)],
                     cluster=(clusters, 1, 1),
                     dynamic_smem=metadata.shared,
-                    memory=reached.stretches,
+                    memory=reached.memory(),
                     dependent=bool(metadata.launch_pdl),
                 )
             driver.scratch_of_launches.append(scratch)

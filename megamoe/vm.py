@@ -11,114 +11,34 @@ docs/bring-your-kernel.md has more.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import re
-import struct
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
+from megamoe.arguments import addresses_among, encoded
 from megamoe.contract.backend import UnsupportedError, open_machine
 from megamoe.contract.counted import counted
-from megamoe.contract.known_names import nearest
-from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, Parameter, PixelBox, Stretch
+from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
 from megamoe.cuda_source import compiled
+from megamoe.entry_names import entry_named
 from megamoe.findings import KernelFinding, Ledger, module_of
+from megamoe.host_memory import Reached, array_of, several
 from megamoe.runner.limits import TimeIsUpError, time_at_most
+from megamoe.tensor_maps import PixelBox as PixelBox
+from megamoe.tensor_maps import array_behind
+from megamoe.tensor_maps import tensor_map as tensor_map
 
 Size = int | Sequence[int]
-Swizzle = Literal["none", "32B", "64B", "128B", "128B_ATOM_32B", "128B_ATOM_64B"]
 
-_SCALARS = {
-    "b8": "B", "u8": "B", "s8": "b", "b16": "H", "u16": "H", "s16": "h", "b32": "I", "u32": "I", "s32": "i", "b64": "Q",
-    "u64": "Q", "s64": "q", "f16": "e", "f32": "f", "f64": "d",
-}  # fmt: skip
-_MAP_DTYPES = {
-    "uint8": "u8", "int8": "u8", "bool": "u8", "uint16": "u16", "int16": "u16", "uint32": "u32", "int32": "s32",
-    "uint64": "u64", "int64": "s64", "float16": "f16", "float32": "f32", "float64": "f64", "bfloat16": "bf16",
-    "float8_e4m3fn": "u8", "float8_e5m2": "u8", "float8_e8m0fnu": "u8", "float4_e2m1fn_x2": "u8",
-}  # fmt: skip
 MAX_SOURCE_NAME = 200
 """Longest name that a message repeats, in characters."""
-SMALLEST_ADDRESS = 1 << 22
-"""No allocation lies below this, where programs like Debian's Python begin, so tensors of small counts and indices are
-not searched."""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """An array of `bytes` bytes at address `first`, in an allocation of `size` bytes. Addresses are this process's."""
-
-    first: int
-    bytes: int
-    allocation: int
-    size: int
-    writable: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMapOf:
-    """A TMA descriptor that is encoded when it is passed. `tensor_map` makes it and documents its fields."""
-
-    tensor: Any
-    dtype: str
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: str
-    element_strides: tuple[int, ...] | None
-    oob_fill: Literal["zero", "nan"]
-    im2col: PixelBox | None
-
-
-def tensor_map(
-    tensor: object, box: Sequence[int], swizzle: Swizzle = "none", *, dtype: str | None = None,
-    element_strides: Sequence[int] | None = None, oob_fill: Literal["zero", "nan"] = "zero",
-    im2col: PixelBox | None = None,
-) -> TensorMapOf:  # fmt: skip
-    """A tensor map (cuTensorMapEncodeTiled) of a torch tensor or NumPy array, to pass by value or in memory.
-
-    `box` and `element_strides` are in elements, in the order of the tensor's own dimensions (the last one is
-    contiguous). `dtype`: the map's, where it differs from the tensor's ("tf32", "b4x16", ...; a b4x16 map of uint8
-    bytes counts two elements per byte in its last dimension). ValueError for a tensor whose last dimension is strided.
-
-    With `im2col` it is a cuTensorMapEncodeIm2col map for a tensor [images, .., width, channels]. `box` is then the
-    number of channels, and the corners of the PixelBox follow the order of the tensor's own dimensions.
-    """
-    shape, strides, bytes_each, name = _layout(tensor)
-    if strides and strides[-1] != 1 and shape[-1] != 1:
-        raise ValueError(f"a tensor map needs a last dimension of stride 1; the tensor has the strides {strides}")
-    chosen = dtype or _MAP_DTYPES.get(name)
-    if chosen is None:
-        raise ValueError(f"no tensor map has elements of {name}; name the type with dtype=, e.g. dtype='u8'")
-    dims = list(reversed(shape))
-    if chosen.startswith("b4x16"):
-        dims[0] *= 2
-    elif chosen.startswith("b6x16"):
-        dims[0] = dims[0] * 4 // 3
-    return TensorMapOf(
-        tensor,
-        chosen,
-        tuple(dims),
-        tuple(stride * bytes_each for stride in reversed(strides[:-1])),
-        tuple(reversed(tuple(box))),
-        swizzle,
-        None if element_strides is None else tuple(reversed(tuple(element_strides))),
-        oob_fill,
-        None if im2col is None else PixelBox(tuple(im2col.lower)[::-1], tuple(im2col.upper)[::-1], im2col.pixels),
-    )
 
 
 class Device:
@@ -243,12 +163,18 @@ class Device:
         ptx, text = as_ptx(source, self.machine.target), str(source)
         with sentences(self.machine, "" if _is_text(source) else text):
             entries = self.machine.entries(ptx)
-            name = _entry_named(entry, entries)
-            held = _several("memory", memory)
+            name = entry_named(entry, entries)
+            held = [array_behind(one) for one in several("memory", memory)]
             for one in held:
-                _array("memory", one)
-            reached = Reached(self.machine, [*args, *held], scratch=_several("scratch", scratch))
-            params = _encoded(name, entries[name], args, reached)
+                array_of("memory", one)
+            given = [array_behind(one) for one in args]
+            reached = Reached(
+                self.machine,
+                [*given, *held],
+                addresses=addresses_among(entries[name], args),
+                scratch=several("scratch", scratch),
+            )
+            params = encoded(name, entries[name], args, reached)
             sizes = _dim3("grid", grid), _dim3("block", block)
             clusters = _dim3("cluster", cluster)
             with self.watched(ptx, "" if _is_text(source) else text):
@@ -259,7 +185,7 @@ class Device:
                     params,
                     cluster=clusters,
                     dynamic_smem=_whole("smem", smem),
-                    memory=reached.stretches,
+                    memory=reached.memory(),
                     cooperative=cooperative,
                     dependent=dependent,
                 )
@@ -348,158 +274,6 @@ def end_capture(keep: Callable[[Callable[[], object]], object]) -> None:
     _CAPTURES.remove(keep)
 
 
-# Memory
-
-
-def view_of(array: Any) -> View | None:
-    """The memory of a torch tensor or NumPy array; None for anything else.
-
-    LaunchRefusedError for a tensor on a device and for one whose elements do not lie in one allocation.
-    """
-    if isinstance(array, np.ndarray):
-        root = array
-        while isinstance(root.base, np.ndarray):
-            root = root.base
-        start, end = np.lib.array_utils.byte_bounds(root)
-        return View(array.ctypes.data, array.nbytes, start, end - start, array.flags.writeable)
-    if hasattr(array, "untyped_storage") and hasattr(array, "data_ptr"):
-        if array.device.type != "cpu":
-            raise LaunchRefusedError(f"a tensor is on {array.device}; the machine works on tensors of the CPU: t.cpu()")
-        if str(array.layout) != "torch.strided":
-            raise LaunchRefusedError(
-                f"a tensor has the layout {array.layout}; the machine works on torch.strided ones: t.to_dense()"
-            )
-        storage = array.untyped_storage()
-        own = array.numel() * array.element_size()
-        return View(array.data_ptr(), own, storage.data_ptr(), storage.nbytes(), True)
-    return None
-
-
-def _array(option: str, array: object) -> View:
-    if (view := view_of(array.tensor if isinstance(array, TensorMapOf) else array)) is None:
-        raise LaunchRefusedError(f"{option} is given {type(array).__name__}; it takes tensors and NumPy arrays")
-    return view
-
-
-def _several(option: str, given: object) -> tuple[Any, ...]:
-    if not isinstance(given, Iterable):
-        raise LaunchRefusedError(f"{option} is {given!r}; it takes a list of tensors and NumPy arrays")
-    return tuple(given)
-
-
-class Reached:
-    """The memory that a launch may access: its arguments, and the live tensors (`live`) whose addresses they hold."""
-
-    def __init__(
-        self, machine: KernelMachine, arrays: Sequence[object], *, addresses: Sequence[int] = (),
-        in_place: bool = False, scratch: Sequence[object] = (),
-    ) -> None:  # fmt: skip
-        """`addresses`: pointers into further live tensors. `in_place`: kernels get the process's own addresses,
-        whatever their alignment. `scratch`: the arrays that are workspaces, whether or not they are in `arrays`.
-
-        LaunchRefusedError for a workspace that is not an array or shares its allocation with another array.
-        """
-        self.machine, self._in_place = machine, in_place
-        self.live = list[Any]()
-        self._kept = [one.tensor if isinstance(one, TensorMapOf) else one for one in arrays]
-        named = [(f"argument {index}", view) for index, one in enumerate(self._kept) if (view := view_of(one))]
-        self._given = list(named)
-        pointers = {f"argument {index}": found for index, one in enumerate(self._kept)
-                    if (found := _addresses_in(one)) is not None}  # fmt: skip
-        if addresses:
-            pointers["the arguments"] = np.array(addresses, np.int64)
-        if pointers:
-            self.live += _pointed_at(np.unique(np.concatenate([*pointers.values()])))
-            named += [(_name_of(view, pointers), view) for one in self.live if (view := view_of(one))]
-        self._spaces = [_array("scratch", one) for one in scratch]
-        self.stretches = list(map(self._judged, _united([*named, *(("scratch", view) for view in self._spaces)])))
-
-    def _judged(self, stretch: Stretch) -> Stretch:
-        """Marks `stretch` as a workspace if scratch lies in it. LaunchRefusedError if another argument does, too."""
-        spaces = {(one.first, one.bytes) for one in self._spaces if stretch.has(one.first)}
-        if not spaces:
-            return stretch
-        for name, one in self._given:
-            if one.bytes and stretch.has(one.first) and (one.first, one.bytes) not in spaces:
-                raise LaunchRefusedError(
-                    f"a scratch array shares its allocation with {name}, of which the results count; "
-                    "give it an allocation of its own"
-                )
-        return replace(stretch, scratch=True)
-
-    def address(self, array: object) -> int | None:
-        """The address at which kernels see the first byte of `array`; None if it is not an array."""
-        view = view_of(array)
-        if view is None or not view.size:
-            return None if view is None else 0
-        if self._in_place:
-            return view.first
-        home = next(one for one in self.stretches if one.address <= view.first <= one.address + one.size)
-        return self.machine.address_of(view.first, home.address)
-
-    def encode(self, asked: TensorMapOf) -> bytes:
-        """The 128 bytes of a tensor map."""
-        return self.machine.tensor_map(
-            self.address(asked.tensor) or 0,
-            asked.dtype,
-            asked.dims,
-            asked.strides,
-            asked.box,
-            swizzle=asked.swizzle,
-            element_strides=asked.element_strides,
-            oob_fill=asked.oob_fill,
-            im2col=asked.im2col,
-        )
-
-
-def _united(named: Iterable[tuple[str, View]]) -> Iterator[Stretch]:
-    """Disjoint stretches. Overlapping ones are merged, since a NumPy array and a tensor made of it may both be
-    passed."""
-    spans = list[tuple[str, int, int, bool]]()
-    for name, one in sorted(named, key=lambda pair: (pair[1].allocation, -pair[1].size)):
-        start, end = one.allocation, one.allocation + one.size
-        if spans and start < spans[-1][2]:
-            first, begin, last, writable = spans[-1]
-            spans[-1] = (first, begin, max(last, end), writable or one.writable)
-        elif one.size:
-            spans.append((name, start, end, one.writable))
-    for name, start, end, writable in spans:
-        yield Stretch(name, start, end - start, writable)
-
-
-def _addresses_in(array: Any) -> npt.NDArray[np.int64] | None:
-    """The values of an array of 64-bit integers if any of them may be an address, else None."""
-    if view_of(array) is None or "int64" not in str(array.dtype):
-        return None
-    values = np.asarray(array).astype(np.int64, copy=False).reshape(-1)
-    return values if values.size and values.max() >= SMALLEST_ADDRESS else None
-
-
-def _name_of(view: View, pointers: Mapping[str, npt.NDArray[np.int64]]) -> str:
-    """Names memory by the first pointer into it, because its address differs from run to run."""
-    return next(
-        f"memory of pointer {inside[0]} in {holder}"
-        for holder, values in pointers.items()
-        if (inside := np.flatnonzero((values >= view.allocation) & (values < view.allocation + view.size))).size
-    )
-
-
-def _pointed_at(values: npt.NDArray[np.int64]) -> Iterator[Any]:
-    """The live tensors into which `values`, sorted, point."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return
-    # isinstance would ask proxies for their class, and some proxies then import the object they stand for.
-    for one in [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]:
-        if one.layout is not torch.strided or one.device.type != "cpu" or type(one).__name__ == "FakeTensor":
-            continue
-        view = view_of(one)
-        if view and view.size:
-            at = int(np.searchsorted(values, view.allocation))
-            if at < values.size and values[at] < view.allocation + view.size:
-                yield one
-
-
 # Parameters
 
 
@@ -517,111 +291,6 @@ def _whole(what: str, number: object) -> int:
     if not isinstance(number, Integral):
         raise LaunchRefusedError(f"{what} is {number!r}; it must be a whole number of bytes")
     return int(number)
-
-
-def _entry_named(entry: str, entries: Mapping[str, object]) -> str:
-    if not isinstance(entry, str):
-        raise LaunchRefusedError(f"the entry is {entry!r}; it must be the name of a kernel: {', '.join(entries)}")
-    if entry in entries:
-        return entry
-    mangled = [name for name in entries if f"::{plain_name(name)}".endswith(f"::{entry}")]
-    if len(mangled) == 1:
-        return mangled[0]
-    known = ", ".join(mangled or entries) or "none"
-    several = "more than one" if mangled else "no"
-    guess = nearest(entry, entries)
-    raise LaunchRefusedError(f"the module has {several} entry {entry!r}; its entries are: {known}{guess}")
-
-
-def plain_name(mangled: str) -> str:
-    """ns::kernel for _ZN2ns6kernelIfEEvPT_; "" for a name that C++ did not mangle (Itanium C++ ABI 5.1.2)."""
-    if not mangled.startswith("_Z"):
-        return ""
-    nested = mangled.startswith("_ZN")
-    rest, parts = mangled[3 if nested else 2 :], list[str]()
-    while found := re.match(r"L?(\d+)", rest):
-        end = found.end() + int(found[1])
-        parts.append(rest[found.end() : end])
-        rest = rest[end:]
-        if not nested:
-            break
-    # Anonymous namespaces get generated names that no user writes.
-    return "::".join(one for one in parts if not one.startswith(("_GLOBAL__N_", "_INTERNAL_")))
-
-
-def _encoded(entry: str, parameters: Sequence[Parameter], args: Sequence[object], reached: Reached) -> list[bytes]:
-    if len(parameters) != len(args):
-        wanted = ", ".join(f".{one.type} {one.name}" for one in parameters)
-        raise LaunchRefusedError(
-            f"{entry} takes {counted(len(parameters), 'argument')} ({wanted}) and is given {len(args)}"
-        )
-    return [
-        _parameter(
-            f"argument {index} of {entry} (.{one.type} {one.name}, {counted(one.size, 'byte')})", one, arg, reached
-        )
-        for index, (one, arg) in enumerate(zip(parameters, args, strict=True))
-    ]
-
-
-def _parameter(what: str, parameter: Parameter, arg: object, reached: Reached) -> bytes:
-    if isinstance(arg, TensorMapOf):
-        raw = _encode_map(what, arg, reached)
-    elif arg is None:
-        raw = bytes(8)
-    elif isinstance(arg, bytes | bytearray | memoryview | np.generic) and not _is_number(parameter, arg):
-        raw = bytes(arg) if not isinstance(arg, np.generic) else arg.tobytes()
-    elif (address := reached.address(arg)) is not None:
-        raw = struct.pack("<Q", address)
-    else:
-        raw = _scalar(what, parameter, arg)
-    if arg is None and len(raw) != parameter.size:
-        raise LaunchRefusedError(f"{what} is no pointer, and is given None, a null pointer of 8 bytes")
-    if len(raw) != parameter.size:
-        raise LaunchRefusedError(f"{what} is given {type(arg).__name__}, which makes {counted(len(raw), 'byte')}")
-    return raw
-
-
-def _is_number(parameter: Parameter, arg: object) -> bool:
-    code = _SCALARS.get(parameter.type)
-    return code is not None and struct.calcsize(code) == parameter.size and isinstance(arg, np.number | np.bool_)
-
-
-def _scalar(what: str, parameter: Parameter, arg: Any) -> bytes:
-    code = _SCALARS.get(parameter.type)
-    if code is None or struct.calcsize(code) != parameter.size:
-        raise LaunchRefusedError(f"{what} is a struct; give its bytes, not {arg!r}")
-    try:
-        if isinstance(arg, str):
-            raise TypeError
-        if code in "efd":
-            return struct.pack(f"<{code}", float(arg))
-        number, bits = int(arg), 8 * parameter.size
-        if number != arg or not -(1 << bits - 1) <= number < 1 << bits:
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        wanted = "a number" if code in "efd" else f"a whole number of {8 * parameter.size} bits"
-        if parameter.size == 8 and code not in "efd":
-            wanted += ", or, for a pointer, an array (on the command line, f32[1024]) or a null pointer (None, null)"
-        raise LaunchRefusedError(f"{what} cannot be {arg!r}; it takes {wanted}") from None
-    # The sign is up to the kernel: nvcc declares an `int` as .u32.
-    return (number % (1 << bits)).to_bytes(parameter.size, "little")
-
-
-def _encode_map(what: str, asked: TensorMapOf, reached: Reached) -> bytes:
-    try:
-        return reached.encode(asked)
-    except reached.machine.refusals as refused:
-        raise LaunchRefusedError(f"{what}: {refused}") from None
-
-
-def _layout(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, str]:
-    """Shape, strides in elements, bytes per element, and the dtype's name."""
-    if isinstance(tensor, np.ndarray):
-        each = tensor.itemsize
-        return tensor.shape, tuple(stride // each for stride in tensor.strides), each, tensor.dtype.name
-    if view_of(tensor) is None:
-        raise ValueError(f"a tensor map is of a torch tensor or a NumPy array, not of {type(tensor).__name__}")
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), str(tensor.dtype).partition(".")[2]
 
 
 # Sources

@@ -81,6 +81,11 @@ It does NOT notice, and why:
   guide, launches of another stream, launches more than 16 back, and an overwrite of what an earlier launch only read
   by strong loads. At the doors, work of the host between two launches is noticed if it waits for the device or changes
   memory that the launches before have accessed; otherwise it does not end the chain.
+- At the doors, a read of global memory that nobody wrote, with one exception: where torch's device "cuda" is the host
+  (megamoe.torch_cuda, and so under pytest), a tensor of 8 bytes to 16 MiB of torch.empty and its kin of which nobody
+  has written a byte (megamoe/unwritten.py). A tensor written in part counts as written, because correct programs read
+  its padding and drop what they compute from it; so does memory that torch allocates in other ways, and what torch or
+  the host reads is not seen. `megamoe check` fills every array.
 - In a kernel that reads %reserved_smem_offset_*, as cooperative groups do, accesses to reserved shared memory.
 - That a CTA ends before its peer has ever accessed its mbarrier: this is found only at the access.
 - Two CTAs of one SM that wait for each other because one lacks the tensor memory that the other holds: each CTA has a
@@ -95,6 +100,9 @@ It does NOT notice, and why:
   number of registers, warps without a setmaxnreg count as holding none, and one that has ended still holds its own.
 
 It refuses, although silicon may run it:
+- calls through a register (function pointers, virtual functions) and recursive calls, as functions are put in the place
+  of their calls, and with them alloca, stacksave and stackrestore (bind/calls.py);
+- textures, samplers and surfaces (tex, tld4, suld, sust and their kin);
 - mbarrier.init over a live mbarrier that has been used, or with another count;
 - an undefined operand of an atomic, an st.async or a red.async, or undefined memory under an atomic other than
   atom.exch, even if the result is never used;

@@ -6,16 +6,22 @@ import importlib.util
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Annotated, NoReturn, cast, get_args
 
 import typer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 from megamoe.cli.options import AskedLaunch, Sought, with_options
 from megamoe.cli.terminal import complain, console
 from megamoe.contract import TARGETS, UnsupportedError
 from megamoe.contract.counted import counted
+from megamoe.contract.known_names import nearest
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
 from megamoe.export.findings import CheckedRun, Format, read_findings, rendered
@@ -33,6 +39,12 @@ _DTYPES = {
     "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64",
     "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64",
 }  # fmt: skip
+_TORCH_ONLY = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+"""Kinds that NumPy lacks. Their arrays are passed as bytes."""
+_ELSEWHERE = ((r"bfloat16|bf", "bf16"), (r"(?:f?p?8?|float8_?)(e4m3|e5m2).*", r"\1"), (r"fp(\d+)|float(\d+)", r"f\1\2"),
+              (r"half", "f16"), (r"float", "f32"), (r"double", "f64"), (r"(?:i|int)(\d+)", r"s\1"),
+              (r"(?:uint|b)(\d+)", r"u\1"), (r"int", "s32"), (r"long", "s64"), (r"bool|char|byte", "u8"))  # fmt: skip
+"""What other languages and libraries call the kinds."""
 _ARRAY = re.compile(r"(\w+)\[(\d+)\]")
 
 MAX_ELEMENTS = 1 << 28
@@ -99,6 +111,10 @@ def check(
             _unusable(_about(kernel, refused))
         except TimeIsUpError as late:
             checked.failures.append(f"{kernel}: {late}")
+        except (typer.Exit, UnsupportedError, OSError):
+            raise
+        except Exception as broken:
+            checked.failures.append(f"{kernel}: {_broken(broken)}")
     for name in (schedules or ["eager"]) if tests else []:
         _tested(tests, target, name, sought, launch.timeout, checked)
     _write(checked, sought)
@@ -144,6 +160,14 @@ def _about(kernel: str, refused: Exception) -> str:
     """A sentence that names the file once."""
     said = str(refused)
     return said if kernel in said else f"{kernel}: {said}"
+
+
+def _broken(error: Exception) -> str:
+    """A sentence about an exception that no kernel should cause, with its place in our code."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    place = f"{last.filename}:{last.lineno} in {last.name}"
+    return f"this is an error of the machine, not of the kernel: {what}, at {place}; please report it, with this file"
 
 
 def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None:
@@ -236,17 +260,33 @@ def _argument(text: str, index: int) -> object:
         name, size = matched[1], int(matched[2])
         if size > MAX_ELEMENTS:
             _unusable(f"--arg {text}: an array has at most {MAX_ELEMENTS} elements")
-        if name not in _DTYPES:
-            _unusable(f"--arg {text}: no dtype {name!r}; there are {', '.join(_DTYPES)}")
-        if name.startswith("f"):
-            return np.random.default_rng(index).standard_normal(size).astype(_DTYPES[name])
-        return np.zeros(size, _DTYPES[name])
+        if name not in _DTYPES and name not in _TORCH_ONLY:
+            kinds = [*_DTYPES, *_TORCH_ONLY]
+            _unusable(f"--arg {text}: no dtype {name!r}{_meant(name, kinds)}; there are {', '.join(kinds)}")
+        if name in _DTYPES and not name.startswith("f"):
+            return np.zeros(size, _DTYPES[name])
+        drawn = np.random.default_rng(index).standard_normal(size)
+        return drawn.astype(_DTYPES[name]) if name in _DTYPES else _rounded(drawn, _TORCH_ONLY[name])
     for number in (int, float):
         try:
             return number(text)
         except ValueError:
             continue
-    _unusable(f"--arg {text}: write a number, null, or DTYPE[SIZE] such as f32[1024]")
+    _unusable(f"--arg {text}: write a number, null, or DTYPE[SIZE] such as f32[1024] or s32[4]")
+
+
+def _meant(name: str, kinds: Sequence[str]) -> str:
+    """ "; did you mean 's32'?" for i32."""
+    known = (found.expand(kind) for written, kind in _ELSEWHERE if (found := re.fullmatch(written, name.lower())))
+    meant = next((kind for kind in known if kind in kinds), "")
+    return f"; did you mean {meant!r}?" if meant else nearest(name, kinds)
+
+
+def _rounded(numbers: npt.NDArray[np.float64], dtype: str) -> npt.NDArray[np.uint8]:
+    """The bytes of `numbers`, rounded to a dtype of torch."""
+    import torch
+
+    return torch.from_numpy(numbers).to(getattr(torch, dtype)).view(torch.uint8).numpy()
 
 
 def _tested(

@@ -225,7 +225,11 @@ class AskedLaunch:
     ] = 0
     arg: Annotated[
         list[str] | None,
-        typer.Option("--arg", metavar="VALUE", help="An argument: f32[1024] (random), u64[4] (zeros), 3.0, null."),
+        typer.Option(
+            "--arg",
+            metavar="VALUE",
+            help="An argument: f32[1024] (random; also f16, f64, bf16, e4m3, e5m2), s32[4] (zeros), 3.0, null.",
+        ),
     ] = None
     timeout: Annotated[
         float,

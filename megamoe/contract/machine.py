@@ -128,7 +128,8 @@ class LaunchRefusedError(ValueError):
 class Stretch:
     """`size` bytes of this process's memory at `address`, in one allocation, that kernels may access.
 
-    `scratch`: a workspace; nothing reads what a launch leaves in it.
+    `scratch`: a workspace; nothing reads what a launch leaves in it. `unwritten`: nobody has written any of it yet, so
+    that it holds nothing until the kernel stores it.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Stretch:
     size: int
     writable: bool = True
     scratch: bool = False
+    unwritten: bool = False
 
     def has(self, address: int) -> bool:
         """Whether the byte at `address` lies in this stretch."""
@@ -145,7 +147,8 @@ class Stretch:
 class Parameter(Protocol):
     """A parameter of a kernel as its PTX declares it. `type` is "u32", "f32", "b8", ...; sizes are in bytes.
 
-    An array or a struct has the type of its elements, and a `size` larger than one element.
+    An array or a struct has the type of its elements, and a `size` larger than one element. `pointer`: the kernel is
+    known to take it for an address in global memory; false if the machine cannot tell.
     """
 
     @property
@@ -156,6 +159,8 @@ class Parameter(Protocol):
     def size(self) -> int: ...
     @property
     def align(self) -> int: ...
+    @property
+    def pointer(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +226,10 @@ class KernelMachine(Protocol):
 
     def address_of(self, address: int, allocation: int) -> int:
         """The address at which kernels see byte `address` of the allocation at `allocation`, aligned as on a GPU."""
+        ...
+
+    def holds(self, address: int) -> bool:
+        """Whether the machine itself has memory at `address`: a variable of a module, or what a kernel allocated."""
         ...
 
     def launch(

@@ -52,6 +52,8 @@ class StretchLike(Protocol):
     def writable(self) -> bool: ...
     @property
     def scratch(self) -> bool: ...
+    @property
+    def unwritten(self) -> bool: ...
 
 
 class PixelBoxLike(Protocol):
@@ -137,6 +139,10 @@ class Session:
         Above the process, distances between allocations are multiplied by ALIGNMENT, so that allocations stay apart.
         """
         return address if allocation % ALIGNMENT == 0 else _elsewhere(allocation) + address - allocation
+
+    def holds(self, address: int) -> bool:
+        """Whether a variable of a module or memory that a kernel allocated lies at `address`."""
+        return self._machine.memory.holding(address) is not None
 
     def launch(
         self,
@@ -232,10 +238,16 @@ class Session:
         try:
             for one in memory:
                 data = np.frombuffer(memoryview((ctypes.c_uint8 * one.size).from_address(one.address)), np.uint8)
-                for place in sorted({one.address, self.address_of(one.address, one.address)}):
-                    buffer = machine.memory.add(one.name, data, place, writable=one.writable)
+                places = sorted({one.address, self.address_of(one.address, one.address)})
+                mapped = [machine.memory.add(one.name, data, place, writable=one.writable) for place in places]
+                added += mapped
+                for buffer in mapped:
                     buffer.scratch = one.scratch
-                    added.append(buffer)
+                if one.unwritten:
+                    mapped[0].forget(scratch=one.scratch)
+                    # What is stored at one of the two addresses is defined at the other.
+                    for buffer in mapped[1:]:
+                        buffer.state, buffer.sources = mapped[0].state, mapped[0].sources
             if may_overlap:
                 self._notice_host_work(added)
             yield machine

@@ -27,6 +27,9 @@ GAP = 1 << 20
 """Unmapped bytes between buffers that the machine places itself, so that an overrun hits no other buffer."""
 NULL_BYTES = 1 << 16
 """Addresses below this come from a null pointer."""
+FAR = 1 << 40
+"""An address at this many bytes from every buffer was computed from none of theirs, so a message states it. Others are
+told by their buffer, because it lies elsewhere in each run."""
 
 HEAP_BYTES = 8 << 20
 """Size of the kernels' heap, unless the host asks for another (CUDA programming guide, heap memory allocation)."""
@@ -193,9 +196,8 @@ class GlobalMemory:
         """The end of a sentence about `size` bytes that no buffer holds: names the buffer that holds the first of them,
         or the nearest."""
         if address < NULL_BYTES:
-            return f"; {counted(address, 'byte')} behind a null pointer" if address else "; a null pointer"
-        if not self._buffers:
-            return ""
+            behind = f"{address:#x} is {counted(address, 'byte')} behind a null pointer"
+            return f"; {behind}" if address else "; a null pointer"
         if (first := self.holding(address)) is not None:
             held, past = counted(first.data.size, "byte"), counted(address + size - first.end, "byte")
             return f"; it begins at byte {address - first.base} of `{first.name}` ({held}) and runs {past} past its end"
@@ -203,7 +205,9 @@ class GlobalMemory:
         def gap(buffer: Buffer) -> int:
             return min(abs(address - buffer.base), abs(address - buffer.end))
 
-        near = min(self._buffers, key=gap)
+        near = min(self._buffers, key=gap, default=None)
+        if near is None or gap(near) >= FAR:
+            return f"; the address is {address:#x}"
         side = "after the end" if address >= near.end else "before the start"
         sizes = counted(near.data.size, "byte"), counted(gap(near), "byte")
         return f"; the nearest is `{near.name}` ({sizes[0]}), {sizes[1]} {side}"
@@ -219,9 +223,11 @@ class GlobalMemory:
         return self._buffers[index] if index >= 0 and address < self._buffers[index].end else None
 
     def spot(self, address: int) -> str:
-        """The end " (byte 6 of `x`)" of a sentence about `address`; "" if it is in no buffer."""
+        """The end " (byte 6 of `x`)" of a sentence about `address`, which may be in no buffer."""
         buffer = self.holding(address)
-        return "" if buffer is None else f" (byte {address - buffer.base} of `{buffer.name}`)"
+        if buffer is None:
+            return f" ({self.nearest(address).removeprefix('; ')})"
+        return f" (byte {address - buffer.base} of `{buffer.name}`)"
 
     def find_span(self, addresses: Addresses, size: int, access: str, *, writing: bool = False) -> Buffer:
         """The one buffer that holds `size` bytes at every address (a tensor lies in one allocation)."""

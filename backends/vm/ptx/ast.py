@@ -112,7 +112,8 @@ class Variable(Node, frozen=True):
     """A declared variable or parameter. `size` is in bytes, 0 for `.extern .shared x[]`.
 
     `space`: "shared", "global", "const", "local" or "param". `initial` holds the initialised bytes, or None. It is zero
-    where `addresses` are to be filled in.
+    where `addresses` are to be filled in. `pointer`: a parameter that the kernel is known to take for an address in
+    global memory; see backends.vm.ptx.pointers.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Variable(Node, frozen=True):
     extern: bool = False
     line: int = 0
     addresses: tuple[InitialAddress, ...] = ()
+    pointer: bool = False
 
 
 class Function(Node, frozen=True):

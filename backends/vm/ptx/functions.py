@@ -26,6 +26,7 @@ from backends.vm.ptx.ast import (
     Vector,
 )
 from backends.vm.ptx.comments import COMMENT
+from backends.vm.ptx.pointers import with_pointers
 from backends.vm.ptx.tree import (
     MisreadError,
     RawAddress,
@@ -277,7 +278,7 @@ class FunctionBuilder:
         return Function(
             name=str(raw.name),
             is_entry=raw.is_entry,
-            params=params,
+            params=with_pointers(params, self._instructions) if raw.is_entry else params,
             returns=returns,
             registers=self._scopes.registers,
             variables=tuple(self._variables),

@@ -130,7 +130,7 @@ class RawDeclarator(NamedTuple):
 
 
 class RawVariable(NamedTuple):
-    """A variable declaration or a parameter."""
+    """A variable declaration or a parameter. `pointer`: the parameter has .ptr, into generic or global space."""
 
     linkage: tuple[str, ...]
     space: str
@@ -138,6 +138,7 @@ class RawVariable(NamedTuple):
     vector: int
     type: str
     declarators: Sequence[RawDeclarator]
+    pointer: bool = False
 
 
 class RawRegisters(NamedTuple):

@@ -84,7 +84,9 @@ def _variable(children: list[object]) -> RawVariable:
         vector=_vector_length(children),
         type=_tokens(children, "TYPE")[0][1:],
         declarators=_all(children, RawDeclarator),
-    )
+        pointer=any("".join(token.split()).startswith((".ptr.global", ".ptr.align")) or token == ".ptr"
+                    for token in _tokens(children, "POINTER")),
+    )  # fmt: skip
 
 
 def _function(children: list[object], is_entry: bool) -> RawFunction:

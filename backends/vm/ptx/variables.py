@@ -47,7 +47,7 @@ def declare(raw: RawVariable, declarator: RawDeclarator, unique_name: str) -> Va
         initial, addresses = _Initialiser(raw, declarator, [*shape, *([raw.vector] if raw.vector > 1 else [])]).encode()
     type_ = raw.type if raw.vector == 1 else f"v{raw.vector}.{raw.type}"
     align, line = _alignment(raw, declarator), name.line or 0
-    return Variable(unique_name, raw.space, type_, align, size, initial, extern, line, tuple(addresses))
+    return Variable(unique_name, raw.space, type_, align, size, initial, extern, line, tuple(addresses), raw.pointer)
 
 
 def _alignment(raw: RawVariable, declarator: RawDeclarator) -> int:

@@ -11,7 +11,9 @@ from typing import cast
 
 import numpy as np
 import pytest
+import torch
 
+from backends.vm.host.session import Session
 from conformance import ROOT
 from conformance.fakes.commands import WITHOUT_HYPOTHESIS, python
 from megamoe.cli.main import main
@@ -245,6 +247,14 @@ def test_a_kernel_that_takes_all_memory_is_a_sentence(
         (["KERNEL", "--target", "sm_80"], "no machine for the target 'sm_80'"),
         (["KERNEL", "--entry", "fil"], "no entry 'fil'"),
         (["KERNEL", "--entry", "fill", "--arg", "q7[3]"], "no dtype 'q7'"),
+        (["KERNEL", "--entry", "fill", "--arg", "i32[3]"], "no dtype 'i32'; did you mean 's32'?"),
+        (["KERNEL", "--entry", "fill", "--arg", "int64[3]"], "did you mean 's64'?"),
+        (["KERNEL", "--entry", "fill", "--arg", "uint8[3]"], "did you mean 'u8'?"),
+        (["KERNEL", "--entry", "fill", "--arg", "float32[3]"], "did you mean 'f32'?"),
+        (["KERNEL", "--entry", "fill", "--arg", "bfloat16[3]"], "did you mean 'bf16'?"),
+        (["KERNEL", "--entry", "fill", "--arg", "float8_e4m3fn[3]"], "did you mean 'e4m3'?"),
+        (["KERNEL", "--entry", "fill", "--arg", "i128[3]"], "no dtype 'i128'"),
+        (["KERNEL", "--entry", "fill", "--arg", "u32[4]", "--arg", "4.0"], "cannot be 4.0; it takes a whole number"),
         (["KERNEL", "--entry", "fill", "--arg", "what"], "write a number, null"),
         (["KERNEL", "--entry", "fill", "--grid", "a"], "megamoe: --grid: 'a' is no size; write 8 or 8,2,1"),
         (
@@ -263,6 +273,58 @@ def test_input_that_cannot_be_used_is_said(
     status, said = _check(capsys, *(str(kernel) if one == "KERNEL" else one for one in arguments))
     assert status == 2
     assert sentence in said
+
+
+KEPT = f"""{HEAD}
+.visible .entry kept(.param .u64 y, .param .u64 x)
+{{
+  .reg .u64 %rd<3>;
+  .reg .b16 %h<2>;
+  ld.param.u64 %rd1, [y];
+  ld.param.u64 %rd2, [x];
+  ld.global.b16 %h1, [%rd2+4];
+  st.global.b16 [%rd1], %h1;
+  ret;
+}}
+"""
+
+
+@pytest.mark.parametrize(("kind", "values"), [("bf16", torch.bfloat16), ("e4m3", torch.float8_e4m3fn),
+                                              ("e5m2", torch.float8_e5m2)])  # fmt: skip
+def test_floats_that_numpy_lacks_are_random_arguments(
+    kind: str, values: torch.dtype, kernel: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, launch = list[tuple[object, ...]](), Device.launch
+    monkeypatch.setattr(
+        Device, "launch", lambda self, *asked, **more: (given.append(asked), launch(self, *asked, **more))[1]
+    )
+    kernel.write_text(KEPT)
+    status, said = _check(capsys, kernel, "--entry", "kept", "--arg", "u16[1]", "--arg", f"{kind}[400]")
+    assert (status, "no rule broken" in said) == (0, True), said
+    drawn = torch.from_numpy(given[0][-1]).view(values).float()
+    assert drawn.shape == (400,), "an element of another size"
+    assert 0.8 < drawn.std().item() < 1.2, "normal numbers, as for f32"
+
+
+def test_an_error_of_the_machine_ends_no_other_file(
+    kernel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bad := tmp_path / "bad.ptx").write_text(GOOD.replace("fill", "bad"))
+    whole = Session.bind
+
+    def broken(self: Session, ptx: str, entry: str) -> None:
+        if entry == "bad":
+            raise KeyError("two\nlines")
+        whole(self, ptx, entry)
+
+    monkeypatch.setattr(Session, "bind", broken)
+    status, said = _check(capsys, bad, kernel)
+    told = " ".join(said.split())
+    assert status == 1, told
+    assert f"{bad}: this is an error of the machine, not of the kernel: KeyError: " in told
+    assert re.search(r"at \S*test_check\.py:\d+ in broken; please report it", told), told
+    assert f"{kernel}: fill: 2 parameters; every instruction has a meaning" in told, "the other file is not read"
+    assert _check(capsys, kernel)[0] == 0
 
 
 @pytest.mark.parametrize("launch", [(), ("--entry", "fill", "--arg", "u32[4]", "--arg", "4")])

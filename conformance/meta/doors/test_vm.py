@@ -18,7 +18,8 @@ from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from conformance.fakes.low_memory import low_memory
 from megamoe.contract.machine import PixelBox, Stretch
-from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError, host_waited, plain_name, tensor_map
+from megamoe.entry_names import plain_name
+from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError, host_waited, tensor_map
 
 HEAD = ".version 8.7\n.target sm_100a\n.address_size 64\n"
 SCALE = f"""{HEAD}
@@ -381,7 +382,7 @@ REFUSED: list[tuple[str, Callable[[Device], object], str]] = [
     ("half", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:3], 0.5, None), r"argument 3 .*cannot be 0\.5"),
     ("large", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:3], 1 << 16, None), "argument 3 .*cannot be 65536"),
     ("not a pointer", lambda vm: vm.launch(SCALE, "scale", 1, 1, 0.5, *_args()[1:]), r"argument 0 .*cannot be 0\.5"),
-    ("not a pointer's", lambda vm: vm.launch(SCALE, "scale", 1, 1, 3.5, *_args()[1:]), "or, for a pointer, an array"),
+    ("not a pointer's", lambda vm: vm.launch(SCALE, "scale", 1, 1, 3.5, *_args()[1:]), "for a pointer, give an array"),
     ("null", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:2], None, 0, None), "argument 2 .*is no pointer"),
     ("bytes", lambda vm: vm.launch(STRUCT, "second", 1, 1, None, b"12"), "given bytes, which makes 2 bytes"),
     ("number", lambda vm: vm.launch(STRUCT, "second", 1, 1, None, 12), "is a struct; give its bytes, not 12"),

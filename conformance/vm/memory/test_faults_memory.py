@@ -205,7 +205,17 @@ ADDRESSES = {
         "mov.u64 %rd1, 0;\nld.global.u32 %r1, [%rd1+8]; //!",
         "out-of-bounds",
         "outside of every buffer",
-        "8 bytes behind a null pointer",
+        "0x8 is 8 bytes behind a null pointer",
+    ),
+    "global, of nobody": (
+        "mov.u64 %rd1, 0x3f800000;\nld.global.u32 %r1, [%rd1]; //!",
+        "out-of-bounds",
+        "outside of every buffer; the address is 0x3f800000",
+    ),
+    "global, misaligned and of nobody": (
+        "mov.u64 %rd1, 0x3f800001;\nld.global.u32 %r1, [%rd1]; //!",
+        "misaligned",
+        "not a multiple of 4 (the address is 0x3f800001)",
     ),
     "global, atomic": (
         "setp.eq.u32 %p1, %lane, 4;\n@%p1 red.global.add.u32 [%out+512], 1; //!",
