@@ -344,6 +344,14 @@ _ALL = (
     ),
     # What the ISA does not promise and production kernels rely on.
     _relied(
+        "peer-not-started", "9.7.9.23",
+        "A CTA of the cluster accesses the memory of another one, and nothing orders that after the start of the other "
+        "CTA. The CUDA programming guide (distributed shared memory) requires that it has started.",
+        "No kernel that we know of. The CTAs of a cluster are launched together.",
+        "Begin the kernel with a cluster barrier. A relaxed arrival is enough.",
+        "barrier.cluster.arrive and .wait before the first access",
+    ),
+    _relied(
         "exit-with-pending-store", "9.7.9.25",
         "A thread exits without waiting for its bulk store. The ISA does not say that the source in shared memory "
         "outlives the CTA.",
@@ -534,7 +542,7 @@ FAMILIES: Final[Mapping[str, frozenset[str]]] = {
         "mbarrier": "mbarrier-misuse deadlock mbarrier-reinitialised mbarrier-init-unfenced",
         "races": "race global-race scope-too-narrow dependent-launch-not-awaited",
         "lanes": "lanes-unordered",
-        "cluster-life": "ended-cta remote-shared cta-pair async-to-own-cta async-without-cluster",
+        "cluster-life": "ended-cta peer-not-started remote-shared cta-pair async-to-own-cta async-without-cluster",
         "tcgen05-order": "tmem-store-not-waited tmem-load-not-waited tmem-race missing-tcgen05-fence "
         "tmem-copy-unordered tmem-load-used-unwaited",
         "tensor-memory": "tmem-alloc tmem-dealloc tmem-leak tmem-not-allocated tmem-out-of-bounds tmem-lane tmem-shape "

@@ -241,6 +241,16 @@ def remapped(release: str) -> Kernel:
     return Kernel(body, buffers, {"m": Map("x", "u32", [32], [], [32])}, inputs=("x",))
 
 
+def stored_remotely(before: str) -> Kernel:
+    """Each lane stores into the memory of the other CTA of its cluster, and reads what that stored."""
+    body = f""".shared .align 16 .b8 cells[128]; {before}
+    xor.b32 %r1, %cta, 1; mov.u32 %r2, cells; mad.lo.u32 %r3, %lane, 4, %r2;
+    mapa.shared::cluster.u32 %r4, %r3, %r1; st.shared::cluster.u32 [%r4], %lane;
+    barrier.cluster.arrive; barrier.cluster.wait;
+    ld.shared.u32 %r5, [%r3]; mul.wide.u32 %rd1, %r5, 4; add.u64 %rd1, %rd1, %out; st.global.u32 [%rd1], %r5; ret;"""
+    return Kernel(body, {"out": np.zeros(32, np.uint32)}, grid=(2, 1, 1), cluster=(2, 1, 1))
+
+
 GRADED = {
     "exit-with-pending-store": (copy_kernel({"drain": ""}), copy_kernel()),
     "copy-missing-proxy-fence": (copied_to_smem(""), copied_to_smem(FENCE)),
@@ -259,6 +269,10 @@ GRADED = {
     "tensor-map-not-released": (remapped(""), remapped("fence.proxy.tensormap::generic.release.gpu;")),
     "wide-bit-field": (wide_field(256), wide_field(255)),
     "setmaxnreg-unsynchronised": (resized("", ""), resized("", "bar.sync 0;")),
+    "peer-not-started": (
+        stored_remotely(""),
+        stored_remotely("barrier.cluster.arrive.relaxed; barrier.cluster.wait;"),
+    ),
     "async-to-own-cta": (reduced_into(0), reduced_into(1)),
     "unspecified-result": (
         Kernel("mov.b32 %r1, 0; rem.u32 %r2, %tx, %r1; ret;"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +113,7 @@ def st_async(b: Binder) -> Step:
         warp.next_epoch()
 
     def _begin(warp: Warp, lane: int, cta: Cta, offset: int, place: int, data: npt.NDArray[np.uint8]) -> None:
+        cta.check_started(warp, f"{what} into shared memory")
         cta.smem.check_region(offset, size, what)
         signalled = cta.mbarrier(place, warp.clock)
         granules = np.arange(offset >> 2, (offset + size) >> 2, dtype=np.int64)
@@ -164,13 +165,14 @@ def try_cancel(b: Binder) -> Step:
     destination, barrier = b.expect(2)
     to, signal = _own_offset(b, destination), _own_offset(b, barrier)
     everybody = bool(b.words["multicast::cluster::all"])
+    said = "a response of clusterlaunchcontrol.try_cancel in shared memory"
     line, text = b.instruction.line, b.instruction.text
 
     def step(warp: Warp) -> None:
         for lane in active(warp).tolist():
             offset, place = to(warp, lane), signal(warp, lane)
             granules = np.arange(offset >> 2, (offset + RESPONSE_BYTES) >> 2, dtype=np.int64)
-            told = [(cta, cta.mbarrier(place, warp.clock)) for cta in _told(warp, everybody)]
+            told = [(cta, cta.mbarrier(place, warp.clock)) for cta in _told(warp, everybody, said)]
             for cta, _ in told:
                 cta.smem.check_region(offset, RESPONSE_BYTES, "clusterlaunchcontrol.try_cancel")
                 cta.smem.async_write_begins(granules, warp.clock, line, "clusterlaunchcontrol.try_cancel")
@@ -178,7 +180,6 @@ def try_cancel(b: Binder) -> Step:
             perform = _performer(warp, offset, granules, told, serial, line)
             for cta, signalled in told:
                 if cta is not warp.cta:
-                    cta.check_present("a response of clusterlaunchcontrol.try_cancel in shared memory")
                     cta.visit(signalled.copy_agent, serial, line)
             operation = submit(warp, "a try_cancel", line, text, perform, signals=tuple(m for _, m in told))
             for _, signalled in told:
@@ -188,8 +189,12 @@ def try_cancel(b: Binder) -> Step:
     return step
 
 
-def _told(warp: Warp, everybody: bool) -> list[Cta]:
-    return warp.cta.cluster.ctas if everybody else [warp.cta]
+def _told(warp: Warp, everybody: bool, what: str) -> Iterator[Cta]:
+    for cta in warp.cta.cluster.ctas if everybody else [warp.cta]:
+        if cta is not warp.cta:
+            cta.check_present(what)
+            cta.check_started(warp, what)
+        yield cta
 
 
 def _performer(

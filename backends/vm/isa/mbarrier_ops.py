@@ -39,7 +39,8 @@ def places(b: Binder, operand: Operand, *, remote: bool = False) -> Callable[[Wa
             cta = warp.cta
             if where == "shared::cluster" and remote:
                 cta = warp.cta.cluster.cta_of(value, "an mbarrier operation")
-                visit(warp, cta, "an mbarrier operation", b.instruction.line)
+                if cta is not warp.cta:
+                    visit(warp, cta, b.instruction.line)
             elif where != "shared::cluster" or value >> 24 != warp.cta.place.cta_rank:
                 warp.cta.own_offset(value, "mbarrier operation")
             yield (cta, value & OFFSET_MASK), (lanes if len(named) == 1 else lanes[addresses == value]).tolist()

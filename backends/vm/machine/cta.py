@@ -246,6 +246,16 @@ class Cta:
                          "another CTA's by now. A barrier of the cluster behind the last such access is missing (PTX "
                          "ISA 9.7.9.23)"))  # fmt: skip
 
+    def check_started(self, by: Warp, access: str) -> None:
+        """Report an access by a warp to the memory of this CTA if nothing tells that warp that this CTA has started.
+
+        An mbarrier needs no such check: `mbarrier` asks for more, its initialisation.
+        """
+        if not by.knows_started(self.place.cta_rank) and not self.done:
+            report(Fault("peer-not-started", f"{access} of CTA rank {self.place.cta_rank}, and nothing orders that "
+                         "after that CTA's start: a barrier of the cluster before the first such access is "
+                         "missing"))  # fmt: skip
+
     def _check_visits(self) -> None:
         """Report that the last warp of this CTA ends while another CTA may still use its memory."""
         if not self.visits:

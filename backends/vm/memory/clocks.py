@@ -83,6 +83,16 @@ class Agents:
         """The index of warp number `warp` of the CTA of `rank`."""
         return rank * self.warps_per_cta + warp
 
+    def warps_of(self, rank: int) -> slice:
+        """The indices of the warps of the CTA of `rank`."""
+        return slice(self.warp(rank, 0), self.warp(rank + 1, 0))
+
+    def start_of(self, agent: int) -> Epochs:
+        """Epochs that tell only that a warp has started."""
+        told = np.zeros(self.count, np.int64)
+        told[agent] = START
+        return told
+
     def tensor_core(self, rank: int) -> int:
         """The first index of a CTA's tensor core."""
         return self.first_engine + rank * (1 + ACCUMULATORS)
@@ -112,6 +122,10 @@ EPOCH_BITS = 21
 EPOCH_MASK = (1 << EPOCH_BITS) - 1
 PENDING = EPOCH_MASK
 """The epoch of a write that nobody may rely on yet, not even the writer (tcgen05.st before its wait)."""
+
+START = 1
+"""The epoch of a warp before its first instruction. It accesses nothing then: to know of it is to know that the warp
+has started."""
 
 WAITED = -1
 """The last element of `seen` belongs to no agent: it is 1 after a griddepcontrol.wait."""
@@ -260,6 +274,10 @@ class Clock:
     def comes_after(self, agent: int, epoch: int) -> bool:
         """Whether what `agent` did in its `epoch` comes before in time."""
         return bool(self.seen[agent] >= epoch or (self.earlier is not None and self.earlier[agent] >= epoch))
+
+    def has_heard_of(self, agents: slice) -> bool:
+        """Whether anything that one of `agents` did, if only its start, comes before in time."""
+        return bool(self.seen[agents].any() or (self.earlier is not None and self.earlier[agents].any()))
 
     def relaxed(self, released: Clock, agent: int) -> Clock:
         """The clock of a relaxed arrival by `agent`, the owner: it orders what a fence has `released`.

@@ -49,12 +49,14 @@ class Allocation:
 class Meeting:
     """A collective instruction of a CTA pair.
 
-    Both CTAs must give the same `arguments`. `ranks` have arrived. `first` is the first column that an alloc was given.
+    Both CTAs must give the same `arguments`. `ranks` have arrived, and `agents`, a warp of each. `first` is the first
+    column that an alloc was given.
     """
 
     what: str
     arguments: tuple[int, ...]
     ranks: set[int] = field(default_factory=set[int])
+    agents: set[int] = field(default_factory=set[int])
     first: int | None = None
 
 
