@@ -125,6 +125,12 @@ _ALL = (
         "barrier.cluster.arrive and .wait after the last access",
     ),
     _error(
+        "cancel-after-failure", "9.7.13.17",
+        "A CTA executes clusterlaunchcontrol.try_cancel after it has observed that an earlier one failed: the "
+        "behaviour is undefined.",
+        "Leave the loop once query_cancel.is_canceled is false, and ask no more.",
+    ),
+    _error(
         "deadlock", "9.7.13", "All warps wait or spin, and nothing can change any more.",
         "Compare the waits with the arrivals: counts, phases and transaction bytes of the barriers that the finding "
         "names.",

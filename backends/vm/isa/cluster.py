@@ -9,14 +9,16 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.faults import Fault, report
+from backends.vm.counting import count_nonzero
+from backends.vm.faults import Fault, OtherAccess, report
 from backends.vm.isa.bulk_copy import shared_address
 from backends.vm.machine.access import active
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.engine import submit
+from backends.vm.machine.undefined import BecameUndefined, all_bits
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import stamp
-from backends.vm.memory.definedness import lost_in_reduction
+from backends.vm.memory.definedness import Origin, lost_in_reduction
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
 from backends.vm.ptx.ast import Operand, Sink
@@ -149,6 +151,8 @@ def st_async(b: Binder) -> Step:
 
 
 RESPONSE_BYTES = 16
+_FAILED = np.array([2**32 - 1, 2**32 - 1, 2**32 - 1, 0], "<u4")
+"""The response to a request that failed: no coordinates, and no memory that nobody has written yet."""
 _AXES = {"": 0, "get_first_ctaid::x": 0, "get_first_ctaid::y": 1, "get_first_ctaid::z": 2}
 
 
@@ -169,6 +173,9 @@ def try_cancel(b: Binder) -> Step:
     line, text = b.instruction.line, b.instruction.text
 
     def step(warp: Warp) -> None:
+        if (failed := warp.cta.cancel_failed) is not None:
+            report(Fault("cancel-after-failure", f"another try_cancel after {failed.who} of this CTA has observed at "
+                         f"PTX line {failed.line} that one failed", other=failed))  # fmt: skip
         for lane in active(warp).tolist():
             offset, place = to(warp, lane), signal(warp, lane)
             granules = np.arange(offset >> 2, (offset + RESPONSE_BYTES) >> 2, dtype=np.int64)
@@ -209,7 +216,7 @@ def _performer(
 
     def perform() -> None:
         waiting = warp.cta.machine.unstarted
-        words = np.array([*waiting.pop(0), 1] if waiting else [0, 0, 0, 0], "<u4")
+        words = np.array([*waiting.pop(0), 1], "<u4") if waiting else _FAILED
         for cta, signalled in told:
             cta.smem.data[offset : offset + RESPONSE_BYTES] = words.view(np.uint8)
             cta.smem.async_write_ends(granules, stamp(signalled.copy_agent, serial), line)
@@ -222,30 +229,46 @@ def _performer(
 
 @opcode("clusterlaunchcontrol.query_cancel.is_canceled.pred.b128", section="9.7.13.18", counter="cluster")
 def is_canceled(b: Binder) -> Step:
-    """Whether the response names a cluster."""
+    """Whether the response names a cluster. The CTA that has observed a failure may not ask again."""
     d, response = b.expect(2)
-    rd, rr = b.destination(d, "pred"), b.source(response, "u64x2")
+    rd, rr, line = b.destination(d, "pred"), b.source(response, "u64x2"), b.instruction.line
 
     def step(warp: Warp) -> None:
-        np.copyto(warp.pred[rd], warp.u64x2[rr][:, 1] >> np.uint64(32) != 0, where=warp.where)
+        words = _words(warp, rr)
+        np.copyto(warp.pred[rd], words[:, 3] != 0, where=warp.where)
+        if warp.cta.cancel_failed is None and ((words == _FAILED).all(axis=1) & warp.mask).any():
+            warp.cta.cancel_failed = OtherAccess(f"warp {warp.index}", "observed", line)
 
     return step
+
+
+def _words(warp: Warp, row: int) -> npt.NDArray[np.uint32]:
+    """The responses of the lanes: [32, 4]."""
+    return np.ascontiguousarray(warp.u64x2[row]).view(np.uint32).reshape(-1, 4)
 
 
 @opcode("clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128",
         "clusterlaunchcontrol.query_cancel.<axis>.b32.b128", section="9.7.13.18", counter="cluster",
         axis="get_first_ctaid::x get_first_ctaid::y get_first_ctaid::z")  # fmt: skip
 def first_ctaid(b: Binder) -> Step:
-    """%ctaid of the first CTA of the cluster in a response. Zeros if it names none (undefined by the ISA)."""
+    """%ctaid of the first CTA of the cluster in a response. Undefined if it names none."""
     d, response = b.expect(2)
     first = _AXES[b.words.get("axis", "")]
     items = b.vector(d, 1 if "axis" in b.words else 4)[:3]
     rows = [(first + i, b.destination(item, "u32")) for i, item in enumerate(items) if not isinstance(item, Sink)]
-    rr = b.source(response, "u64x2")
+    rr, used, line = b.source(response, "u64x2"), b.rows.used, b.instruction.line
+    said = f"the coordinates that PTX line {line} takes from a response that names no cluster: its try_cancel failed"
+    origin = Origin("uninitialised-register", said)
 
     def step(warp: Warp) -> None:
-        words = np.ascontiguousarray(warp.u64x2[rr]).view(np.uint32).reshape(-1, 4)
+        words = _words(warp, rr)
         for axis, row in rows:
             np.copyto(warp.u32[row], words[:, axis], where=warp.where)
+        failed = (words[:, 3] == 0) & warp.mask
+        if count_nonzero(failed):
+            for _, row in rows:
+                if (32, row) in used:
+                    warp.undefined.put((32, row), all_bits(32, failed), warp.mask, origin)
+            raise BecameUndefined
 
     return step

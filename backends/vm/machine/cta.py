@@ -70,7 +70,8 @@ class NamedBarrier:
 
 
 class Cta:
-    """One CTA. `alive`: its threads that have not ended.
+    """One CTA. `alive`: its threads that have not ended. `cancel_failed`: who observed that a
+    clusterlaunchcontrol.try_cancel has failed.
 
     Its tensor core is several agents, from clock index `tensor_agent` on (see Agents), since only MMAs of the same
     accumulator and shape are ordered among themselves (PTX ISA 9.7.16.6.2). With more than ACCUMULATORS accumulators,
@@ -95,6 +96,7 @@ class Cta:
         self._accumulators: dict[tuple[int, ...], int] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.visits: dict[int, Visit] = {}
+        self.cancel_failed: OtherAccess | None = None
         self.alive = shape.threads
         files = take_registers(code.rows, agents.warps_per_cta)
         self.warps = [
