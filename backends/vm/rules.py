@@ -142,8 +142,9 @@ _ALL = (
     # Tensor memory.
     _error(
         "tmem-race", "9.7.16.6",
-        "Tensor memory is accessed while an MMA, a copy or another warp accesses it, and the two are not ordered.",
-        "Wait for the tcgen05.commit of the MMA, or put a barrier between the warps.",
+        "Tensor memory is accessed while an MMA, a copy or another warp accesses it, and the two are not ordered. Nor "
+        "are the reads and the writes of one MMA, if D overlaps another operand.",
+        "Wait for the tcgen05.commit of the MMA, or put a barrier between the warps. Give D columns of its own.",
         "tcgen05.commit and a wait for its mbarrier, or a barrier",
     ),
     _error(
