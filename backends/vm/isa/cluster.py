@@ -93,9 +93,11 @@ def st_async(b: Binder) -> Step:
     to, signal = _remote(b, destination), _remote(b, barrier)
     line, text = b.instruction.line, b.instruction.text
     size, what = len(rows) * int(kind[1:]) // 8, "red.async" if operation else "st.async"
+    article = "a" if operation else "an"
 
     def step(warp: Warp) -> None:
         told = False
+        warp.agents.works[line] = f"{article} {what}"
         for lane in active(warp).tolist():
             (cta, offset), (at, place) = to(warp, lane), signal(warp, lane)
             if at is not cta:
@@ -138,9 +140,7 @@ def st_async(b: Binder) -> Step:
                 cta.smem.undefine(at, missing.bytes_, missing.origin.read_at(line).stored_at(line, warp.name))
             signalled.complete_transactions(size, landed, f"the {what} of PTX line {line}")
 
-        signalled.last_copy = submit(
-            warp, f"a {what}" if operation else f"an {what}", line, text, perform, signals=(signalled,)
-        )
+        signalled.last_copy = submit(warp, f"{article} {what}", line, text, perform, signals=(signalled,))
         signalled.last_copy_serial = serial
 
     return step
@@ -176,6 +176,7 @@ def try_cancel(b: Binder) -> Step:
         if (failed := warp.cta.cancel_failed) is not None:
             report(Fault("cancel-after-failure", f"another try_cancel after {failed.who} of this CTA has observed at "
                          f"PTX line {failed.line} that one failed", other=failed))  # fmt: skip
+        warp.agents.works[line] = "a try_cancel"
         for lane in active(warp).tolist():
             offset, place = to(warp, lane), signal(warp, lane)
             granules = np.arange(offset >> 2, (offset + RESPONSE_BYTES) >> 2, dtype=np.int64)

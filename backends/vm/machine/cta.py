@@ -265,7 +265,8 @@ class Cta:
         known = np.maximum.reduce([np.maximum(warp.clock.seen, warp.met) for warp in self.warps])
         for agent, visit in self.visits.items():
             if known[agent] < visit.epoch:
-                who, rule = self.cluster.agents.name(agent), "exit-with-pending-operation" if visit.own else "ended-cta"
+                who = self.cluster.agents.name(agent, visit.line)
+                rule = "exit-with-pending-operation" if visit.own else "ended-cta"
                 report(Fault(rule, f"CTA rank {self.place.cta_rank} ends, but nothing orders that after {who} "
                              f"used its memory at PTX line {visit.line}: a barrier of the cluster, or a wait for what "
                              "it signals, is missing", other=OtherAccess(who, "used", visit.line)))  # fmt: skip

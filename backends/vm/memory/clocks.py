@@ -45,7 +45,8 @@ class Agents:
     such places, agents are shared, and a missing wait can hide behind another place's wait. `line`: the PTX line of the
     running instruction, `acting`: the warp that runs it. `tensor_fences`: by warp, the epochs of its
     tcgen05.fence::before_thread_sync. `releases`: releases of what lanes stored to shared memory; `reads`: of what
-    they read there; `global_releases`: as `releases`, for global memory.
+    they read there; `global_releases`: as `releases`, for global memory. `works`: by PTX line, the name of an
+    asynchronous operation that counts as a copy here and is none.
     """
 
     serial: int
@@ -58,6 +59,7 @@ class Agents:
     releases: LaneReleases = field(default_factory=LaneReleases)
     reads: LaneReads = field(default_factory=LaneReads)
     global_releases: LaneReleases = field(default_factory=LaneReleases)
+    works: dict[int, str] = field(default_factory=dict[int, str])
 
     @property
     def first_engine(self) -> int:
@@ -102,10 +104,14 @@ class Agents:
         self.copy_places += 1
         return self.first_copy + (self.copy_places - 1) % COPY_AGENTS
 
-    def name(self, agent: int) -> str:
-        """The name of an agent in reports."""
+    def copy_at(self, line: int) -> str:
+        """The name of what counts as a copy at PTX `line`, with its article."""
+        return self.works.get(line, "a copy")
+
+    def name(self, agent: int, line: int = 0) -> str:
+        """The name in reports of an agent that does something at PTX `line`; 0 if that is no asynchronous operation."""
         if agent >= self.first_copy:
-            return "a copy"
+            return self.copy_at(line)
         rank, index = divmod(agent, self.warps_per_cta)
         if agent >= self.first_engine:
             rank, index = (agent - self.first_engine) // (1 + ACCUMULATORS), -1
