@@ -505,6 +505,13 @@ _ALL = (
         "A remainder by zero, for which the ISA defines no result. Compilers compute some that nobody uses.",
         "Make sure that the result is not used.",
     ),
+    MachineRule(
+        "wait-result-unread", "note", "9.7.13.15.16",
+        "Nothing reads the predicate of an mbarrier.try_wait or test_wait. Both may return false before the phase is "
+        "over, so such a wait orders nothing; the machine goes on as after a false one.",
+        "Branch back to the wait as long as its predicate is false.",
+        "a loop around the wait",
+    ),
 )
 # fmt: on
 RULES: Final[Mapping[str, MachineRule]] = {rule.slug: rule for rule in _ALL}
@@ -513,7 +520,7 @@ COLLECTED_ONLY: Final = frozenset(
     {
         "unfenced-overwrite", "mbarrier-init-unfenced", "missing-tcgen05-fence", "tmem-copy-unordered",
         "tmem-load-used-unwaited", "unspecified-result", "tmem-mma-unordered", "wgmma-fence-early", "lanes-unordered",
-        "wide-bit-field", "setmaxnreg-unsynchronised",
+        "wide-bit-field", "setmaxnreg-unsynchronised", "wait-result-unread",
     }
 )  # fmt: skip
 """Rules on which only a door fails. A judged row counts violations and does not fail on them."""
@@ -524,6 +531,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "wgmma-fence-early": "wgmma_fences_early",
     "lanes-unordered": "lanes_unordered",
     "setmaxnreg-unsynchronised": "setmaxnreg_unsynchronised",
+    "wait-result-unread": "waits_unread",
 }
 """By rule of COLLECTED_ONLY that nothing else counts: the counter of a judged row, absent where the rule is kept."""
 PAGES: Final[Mapping[str, str]] = {
@@ -546,7 +554,7 @@ FAMILIES: Final[Mapping[str, frozenset[str]]] = {
         "async-proxy": "missing-proxy-fence tensor-map-not-acquired copy-missing-proxy-fence unfenced-overwrite "
         "tensor-map-not-released",
         "unawaited-copies": "copy-not-awaited exit-with-pending-operation tensor-map-in-use exit-with-pending-store",
-        "mbarrier": "mbarrier-misuse deadlock mbarrier-reinitialised mbarrier-init-unfenced",
+        "mbarrier": "mbarrier-misuse deadlock mbarrier-reinitialised mbarrier-init-unfenced wait-result-unread",
         "races": "race global-race scope-too-narrow dependent-launch-not-awaited",
         "lanes": "lanes-unordered",
         "cluster-life": "ended-cta peer-not-started remote-shared cta-pair async-to-own-cta async-without-cluster",

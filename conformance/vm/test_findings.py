@@ -241,6 +241,14 @@ def remapped(release: str) -> Kernel:
     return Kernel(body, buffers, {"m": Map("x", "u32", [32], [], [32])}, inputs=("x",))
 
 
+def waited_once(again: str) -> Kernel:
+    """All threads wait for their own arrivals, which a barrier orders too."""
+    body = f""".shared .align 8 .b64 mbar; {init("mbar", count=64)}
+    mbarrier.arrive.shared::cta.b64 _, [mbar]; bar.sync 0;
+    AGAIN: mbarrier.test_wait.parity.shared::cta.b64 %p1, [mbar], 0; {again} ret;"""
+    return Kernel(body, block=(64, 1, 1))
+
+
 def stored_remotely(before: str) -> Kernel:
     """Each lane stores into the memory of the other CTA of its cluster, and reads what that stored."""
     body = f""".shared .align 16 .b8 cells[128]; {before}
@@ -274,6 +282,7 @@ GRADED = {
         stored_remotely("barrier.cluster.arrive.relaxed; barrier.cluster.wait;"),
     ),
     "async-to-own-cta": (reduced_into(0), reduced_into(1)),
+    "wait-result-unread": (waited_once(""), waited_once("@!%p1 bra AGAIN;")),
     "unspecified-result": (
         Kernel("mov.b32 %r1, 0; rem.u32 %r2, %tx, %r1; ret;"),
         Kernel("mov.b32 %r1, 3; rem.u32 %r2, %tx, %r1; ret;"),
