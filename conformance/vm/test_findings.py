@@ -33,7 +33,9 @@ from conformance.vm.kernel import (
     wait,
 )
 from conformance.vm.kernel import STAGES as COPY_STAGES
+from conformance.vm.machine.test_cluster_life import EARLY_USES, MEET_RELAXED, early
 from conformance.vm.machine.test_setmaxnreg import again as resized
+from conformance.vm.memory.test_mbarrier import waited_once
 from conformance.vm.tensor_kernel import COMMIT, MMA, STAGES, mma_kernel
 from conformance.vm.tensor_kernel import LOAD as TMEM_LOAD
 from megamoe.diff.directions import NOT_FAILED_ON, direction
@@ -241,24 +243,6 @@ def remapped(release: str) -> Kernel:
     return Kernel(body, buffers, {"m": Map("x", "u32", [32], [], [32])}, inputs=("x",))
 
 
-def waited_once(again: str) -> Kernel:
-    """All threads wait for their own arrivals, which a barrier orders too."""
-    body = f""".shared .align 8 .b64 mbar; {init("mbar", count=64)}
-    mbarrier.arrive.shared::cta.b64 _, [mbar]; bar.sync 0;
-    AGAIN: mbarrier.test_wait.parity.shared::cta.b64 %p1, [mbar], 0; {again} ret;"""
-    return Kernel(body, block=(64, 1, 1))
-
-
-def stored_remotely(before: str) -> Kernel:
-    """Each lane stores into the memory of the other CTA of its cluster, and reads what that stored."""
-    body = f""".shared .align 16 .b8 cells[128]; {before}
-    xor.b32 %r1, %cta, 1; mov.u32 %r2, cells; mad.lo.u32 %r3, %lane, 4, %r2;
-    mapa.shared::cluster.u32 %r4, %r3, %r1; st.shared::cluster.u32 [%r4], %lane;
-    barrier.cluster.arrive; barrier.cluster.wait;
-    ld.shared.u32 %r5, [%r3]; mul.wide.u32 %rd1, %r5, 4; add.u64 %rd1, %rd1, %out; st.global.u32 [%rd1], %r5; ret;"""
-    return Kernel(body, {"out": np.zeros(32, np.uint32)}, grid=(2, 1, 1), cluster=(2, 1, 1))
-
-
 GRADED = {
     "exit-with-pending-store": (copy_kernel({"drain": ""}), copy_kernel()),
     "copy-missing-proxy-fence": (copied_to_smem(""), copied_to_smem(FENCE)),
@@ -277,10 +261,7 @@ GRADED = {
     "tensor-map-not-released": (remapped(""), remapped("fence.proxy.tensormap::generic.release.gpu;")),
     "wide-bit-field": (wide_field(256), wide_field(255)),
     "setmaxnreg-unsynchronised": (resized("", ""), resized("", "bar.sync 0;")),
-    "peer-not-started": (
-        stored_remotely(""),
-        stored_remotely("barrier.cluster.arrive.relaxed; barrier.cluster.wait;"),
-    ),
+    "peer-not-started": (early(EARLY_USES["a store"]), early(EARLY_USES["a store"], MEET_RELAXED)),
     "async-to-own-cta": (reduced_into(0), reduced_into(1)),
     "wait-result-unread": (waited_once(""), waited_once("@!%p1 bra AGAIN;")),
     "unspecified-result": (
