@@ -28,7 +28,8 @@ grade `portability`. Some of these reach only collectors, and a judged row count
 - a bulk copy over what threads have read with no fence.proxy.async in between (`smem_unfenced_overwrites`);
 - a setmaxnreg with no barrier of the warpgroup since the one before (`setmaxnreg_unsynchronised`);
 - a position or length beyond 255 of a 64-bit bit field (`bit_fields_beyond_255`);
-- as a note, a remainder by zero (`remainders_by_zero`): correct kernels of others compute some that they do not use.
+- as a note, a remainder by zero (`remainders_by_zero`): correct kernels of others compute some that they do not use;
+- as a note, a wait at an mbarrier whose result nobody reads (`waits_unread`): it orders nothing here.
 The gate fails where one of these counts grows.
 
 Undefined values (registers, shared, tensor, local, output and workspace memory that nobody wrote) travel with their

@@ -125,6 +125,12 @@ _ALL = (
         "barrier.cluster.arrive and .wait after the last access",
     ),
     _error(
+        "cancel-after-failure", "9.7.13.17",
+        "A CTA executes clusterlaunchcontrol.try_cancel after it has observed that an earlier one failed: the "
+        "behaviour is undefined.",
+        "Leave the loop once query_cancel.is_canceled is false, and ask no more.",
+    ),
+    _error(
         "deadlock", "9.7.13", "All warps wait or spin, and nothing can change any more.",
         "Compare the waits with the arrivals: counts, phases and transaction bytes of the barriers that the finding "
         "names.",
@@ -136,8 +142,9 @@ _ALL = (
     # Tensor memory.
     _error(
         "tmem-race", "9.7.16.6",
-        "Tensor memory is accessed while an MMA, a copy or another warp accesses it, and the two are not ordered.",
-        "Wait for the tcgen05.commit of the MMA, or put a barrier between the warps.",
+        "Tensor memory is accessed while an MMA, a copy or another warp accesses it, and the two are not ordered. Nor "
+        "are the reads and the writes of one MMA, if D overlaps another operand.",
+        "Wait for the tcgen05.commit of the MMA, or put a barrier between the warps. Give D columns of its own.",
         "tcgen05.commit and a wait for its mbarrier, or a barrier",
     ),
     _error(
@@ -344,6 +351,14 @@ _ALL = (
     ),
     # What the ISA does not promise and production kernels rely on.
     _relied(
+        "peer-not-started", "9.7.9.23",
+        "A CTA of the cluster accesses the memory of another one, and nothing orders that after the start of the other "
+        "CTA. The CUDA programming guide (distributed shared memory) requires that it has started.",
+        "No kernel that we know of. The CTAs of a cluster are launched together.",
+        "Begin the kernel with a cluster barrier. A relaxed arrival is enough.",
+        "barrier.cluster.arrive and .wait before the first access",
+    ),
+    _relied(
         "exit-with-pending-store", "9.7.9.25",
         "A thread exits without waiting for its bulk store. The ISA does not say that the source in shared memory "
         "outlives the CTA.",
@@ -490,6 +505,13 @@ _ALL = (
         "A remainder by zero, for which the ISA defines no result. Compilers compute some that nobody uses.",
         "Make sure that the result is not used.",
     ),
+    MachineRule(
+        "wait-result-unread", "note", "9.7.13.15.16",
+        "Nothing reads the predicate of an mbarrier.try_wait or test_wait. Both may return false before the phase is "
+        "over, so such a wait orders nothing; the machine goes on as after a false one.",
+        "Branch back to the wait as long as its predicate is false.",
+        "a loop around the wait",
+    ),
 )
 # fmt: on
 RULES: Final[Mapping[str, MachineRule]] = {rule.slug: rule for rule in _ALL}
@@ -498,7 +520,7 @@ COLLECTED_ONLY: Final = frozenset(
     {
         "unfenced-overwrite", "mbarrier-init-unfenced", "missing-tcgen05-fence", "tmem-copy-unordered",
         "tmem-load-used-unwaited", "unspecified-result", "tmem-mma-unordered", "wgmma-fence-early", "lanes-unordered",
-        "wide-bit-field", "setmaxnreg-unsynchronised",
+        "wide-bit-field", "setmaxnreg-unsynchronised", "wait-result-unread",
     }
 )  # fmt: skip
 """Rules on which only a door fails. A judged row counts violations and does not fail on them."""
@@ -509,6 +531,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "wgmma-fence-early": "wgmma_fences_early",
     "lanes-unordered": "lanes_unordered",
     "setmaxnreg-unsynchronised": "setmaxnreg_unsynchronised",
+    "wait-result-unread": "waits_unread",
 }
 """By rule of COLLECTED_ONLY that nothing else counts: the counter of a judged row, absent where the rule is kept."""
 PAGES: Final[Mapping[str, str]] = {
@@ -531,10 +554,10 @@ FAMILIES: Final[Mapping[str, frozenset[str]]] = {
         "async-proxy": "missing-proxy-fence tensor-map-not-acquired copy-missing-proxy-fence unfenced-overwrite "
         "tensor-map-not-released",
         "unawaited-copies": "copy-not-awaited exit-with-pending-operation tensor-map-in-use exit-with-pending-store",
-        "mbarrier": "mbarrier-misuse deadlock mbarrier-reinitialised mbarrier-init-unfenced",
+        "mbarrier": "mbarrier-misuse deadlock mbarrier-reinitialised mbarrier-init-unfenced wait-result-unread",
         "races": "race global-race scope-too-narrow dependent-launch-not-awaited",
         "lanes": "lanes-unordered",
-        "cluster-life": "ended-cta remote-shared cta-pair async-to-own-cta async-without-cluster",
+        "cluster-life": "ended-cta peer-not-started remote-shared cta-pair async-to-own-cta async-without-cluster",
         "tcgen05-order": "tmem-store-not-waited tmem-load-not-waited tmem-race missing-tcgen05-fence "
         "tmem-copy-unordered tmem-load-used-unwaited",
         "tensor-memory": "tmem-alloc tmem-dealloc tmem-leak tmem-not-allocated tmem-out-of-bounds tmem-lane tmem-shape "

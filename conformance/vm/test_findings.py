@@ -33,7 +33,9 @@ from conformance.vm.kernel import (
     wait,
 )
 from conformance.vm.kernel import STAGES as COPY_STAGES
+from conformance.vm.machine.test_cluster_life import EARLY_USES, MEET_RELAXED, early
 from conformance.vm.machine.test_setmaxnreg import again as resized
+from conformance.vm.memory.test_mbarrier import waited_once
 from conformance.vm.tensor_kernel import COMMIT, MMA, STAGES, mma_kernel
 from conformance.vm.tensor_kernel import LOAD as TMEM_LOAD
 from megamoe.diff.directions import NOT_FAILED_ON, direction
@@ -259,7 +261,9 @@ GRADED = {
     "tensor-map-not-released": (remapped(""), remapped("fence.proxy.tensormap::generic.release.gpu;")),
     "wide-bit-field": (wide_field(256), wide_field(255)),
     "setmaxnreg-unsynchronised": (resized("", ""), resized("", "bar.sync 0;")),
+    "peer-not-started": (early(EARLY_USES["a store"]), early(EARLY_USES["a store"], MEET_RELAXED)),
     "async-to-own-cta": (reduced_into(0), reduced_into(1)),
+    "wait-result-unread": (waited_once(""), waited_once("@!%p1 bra AGAIN;")),
     "unspecified-result": (
         Kernel("mov.b32 %r1, 0; rem.u32 %r2, %tx, %r1; ret;"),
         Kernel("mov.b32 %r1, 3; rem.u32 %r2, %tx, %r1; ret;"),

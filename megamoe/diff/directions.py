@@ -28,6 +28,7 @@ NOT_FAILED_ON: Final = (
     "tmem_unordered_mmas",
     "wgmma_fences_early",
     "tmem_unwaited_overwrites",
+    "waits_unread",
 )
 """Orderings that the ISA requires, but whose absence does not fail a judged row."""
 

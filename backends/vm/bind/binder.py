@@ -46,8 +46,8 @@ class OutsideRingError(UnknownInstructionError):
 class Binder:
     """One instruction as its family sees it: the `words` that its form chose, its operands, and rows for them.
 
-    `uses` and `defines` collect the registers that the family asks for; `reads`, `addresses`, `carrying` and `in_run`
-    are as in Bound. `places` has every row that it asks for, literals included, in order. Rows of literals are
+    `uses` and `defines` collect the registers that the family asks for; `reads`, `addresses`, `carrying`, `in_run` and
+    `unread` are as in Bound. `places` has every row that it asks for, literals included, in order. Rows of literals are
     negative: literals follow the registers of their width, last one first, so a negative index finds them whatever the
     number of registers.
     """
@@ -61,6 +61,7 @@ class Binder:
     addresses: list[Key] = field(default_factory=_no_keys)
     carrying: Carrying | None = None
     in_run: RunAccess | None = None
+    unread: Step | None = None
     places: list[Key] = field(default_factory=_no_keys)
 
     @property

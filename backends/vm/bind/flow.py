@@ -52,7 +52,8 @@ class Bound:
     in the order in which the family has bound them. `addresses`: the registers among `uses` that hold an address.
     `places`: the rows of all operands, in the order in which the family asked for them. `plain`: the step as the family
     made it; None if it computes in the ring. `before`: what data-flow analysis has put before it in `step`, in order.
-    `in_run`: the memory access that it is, for a run of machine code.
+    `in_run`: the memory access that it is, for a run of machine code. `unread`: what takes the place of `step` if
+    nothing reads the result; None if that makes no difference.
     """
 
     instruction: Instruction
@@ -68,6 +69,7 @@ class Bound:
     plain: Step | None = None
     before: tuple[Callable[[Warp], None], ...] = ()
     in_run: RunAccess | None = None
+    unread: Step | None = None
 
     def begin_with(self, first: Callable[[Warp], None]) -> None:
         """Make `step` call `first` before everything else."""
@@ -141,6 +143,37 @@ class FlowGraph:
                     reached.add(target)
                     work.append(target)
         return before
+
+
+# Instructions that do something else if nobody reads their result: a wait that may give up.
+
+
+def replace_unread(graph: FlowGraph) -> None:
+    """Replace the steps of instructions whose result no path reads before it is overwritten."""
+    own = {index: 1 << bit for bit, index in enumerate(i for i, item in enumerate(graph.code) if item.unread)}
+    if not own:
+        return
+    written: dict[Key, int] = {}
+    for index, bit in own.items():
+        for key in graph.code[index].defines:
+            written[key] = written.get(key, 0) | bit
+
+    def after(pending: int, index: int) -> int:
+        item = graph.code[index]
+        for key in item.defines if item.guard is None else ():
+            pending &= ~written.get(key, 0)
+        return pending | own.get(index, 0)
+
+    read = 0
+    for block, pending in zip(graph.blocks, graph.before_blocks(0, 0, after, or_), strict=True):
+        for index in block:
+            for key in graph.code[index].uses:
+                read |= pending & written.get(key, 0)
+            pending = after(pending, index)
+    for index, bit in own.items():
+        item = graph.code[index]
+        if not read & bit and item.unread is not None:
+            item.step = item.unread
 
 
 # When a tcgen05.ld has ended: at the warp's tcgen05.wait::ld, or where an instruction uses one of its registers. The

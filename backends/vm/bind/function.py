@@ -14,7 +14,14 @@ from backends.vm.bind.availability import Version, missing
 from backends.vm.bind.binder import Binder, OutsideRingError
 from backends.vm.bind.calls import with_calls_in_place
 from backends.vm.bind.definedness import InstructionCarrier, flow_of, unwritten_registers
-from backends.vm.bind.flow import Bound, FlowGraph, check_warpgroup_registers, end_loads_at_use, touched_by
+from backends.vm.bind.flow import (
+    Bound,
+    FlowGraph,
+    check_warpgroup_registers,
+    end_loads_at_use,
+    replace_unread,
+    touched_by,
+)
 from backends.vm.bind.forms import Form, bind_in_ring, find
 from backends.vm.bind.lanes import RunFinder
 from backends.vm.bind.operand_types import mistyped
@@ -217,6 +224,7 @@ def build(
     followers = [[block_of[target] for target in _successors(function, bound, block)] for block in blocks]
     graph = FlowGraph(bound, blocks, followers)
     unwritten = unwritten_registers(graph, rows)
+    replace_unread(graph)
     check_warpgroup_registers(graph)
     end_loads_at_use(graph)
     if relatives is not None:
@@ -262,7 +270,7 @@ def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Ve
     addresses = frozenset(binder.addresses) if binder.addresses else _NO_ADDRESSES
     return Bound(instruction, form, step, tuple(binder.uses), tuple(binder.defines), guard, tuple(binder.reads),
                  addresses, binder.carrying, tuple(binder.places), None if ring else step,
-                 in_run=binder.in_run)  # fmt: skip
+                 in_run=binder.in_run, unread=None if ring else binder.unread)  # fmt: skip
 
 
 def _leaders(function: Function, bound: list[Bound]) -> list[int]:

@@ -63,12 +63,15 @@ def _shared_targets(warp: Warp, address: int, mask: int | None) -> list[tuple[Ct
     """The CTAs that a copy writes, each with its offset: one, or those in a multicast mask."""
     cluster = warp.cta.cluster
     if mask is None:
-        return [(cluster.cta_of(address, "a bulk copy into shared memory"), address & OFFSET_MASK)]
+        cta = cluster.cta_of(address, "a bulk copy into shared memory")
+        cta.check_started(warp, "a bulk copy into shared memory")
+        return [(cta, address & OFFSET_MASK)]
     ranks = [rank for rank in range(16) if mask >> rank & 1]
     if not ranks or ranks[-1] >= cluster.size:
         raise Fault("remote-shared", f"multicast mask {mask:#x} in a cluster of {cluster.size} CTAs", address=address)
     for rank in ranks:
         cluster.ctas[rank].check_present("a multicast copy into shared memory")
+        cluster.ctas[rank].check_started(warp, "a multicast copy into shared memory")
     return [(cluster.ctas[rank], address & OFFSET_MASK) for rank in ranks]
 
 

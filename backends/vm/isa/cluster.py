@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.faults import Fault, report
+from backends.vm.counting import count_nonzero
+from backends.vm.faults import Fault, OtherAccess, report
 from backends.vm.isa.bulk_copy import shared_address
 from backends.vm.machine.access import active
 from backends.vm.machine.cta import Cta
 from backends.vm.machine.engine import submit
+from backends.vm.machine.undefined import BecameUndefined, all_bits
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import stamp
-from backends.vm.memory.definedness import lost_in_reduction
+from backends.vm.memory.definedness import Origin, lost_in_reduction
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
 from backends.vm.ptx.ast import Operand, Sink
@@ -91,9 +93,11 @@ def st_async(b: Binder) -> Step:
     to, signal = _remote(b, destination), _remote(b, barrier)
     line, text = b.instruction.line, b.instruction.text
     size, what = len(rows) * int(kind[1:]) // 8, "red.async" if operation else "st.async"
+    article = "a" if operation else "an"
 
     def step(warp: Warp) -> None:
         told = False
+        warp.agents.works[line] = f"{article} {what}"
         for lane in active(warp).tolist():
             (cta, offset), (at, place) = to(warp, lane), signal(warp, lane)
             if at is not cta:
@@ -113,6 +117,7 @@ def st_async(b: Binder) -> Step:
         warp.next_epoch()
 
     def _begin(warp: Warp, lane: int, cta: Cta, offset: int, place: int, data: npt.NDArray[np.uint8]) -> None:
+        cta.check_started(warp, f"{what} into shared memory")
         cta.smem.check_region(offset, size, what)
         signalled = cta.mbarrier(place, warp.clock)
         granules = np.arange(offset >> 2, (offset + size) >> 2, dtype=np.int64)
@@ -135,9 +140,7 @@ def st_async(b: Binder) -> Step:
                 cta.smem.undefine(at, missing.bytes_, missing.origin.read_at(line).stored_at(line, warp.name))
             signalled.complete_transactions(size, landed, f"the {what} of PTX line {line}")
 
-        signalled.last_copy = submit(
-            warp, f"a {what}" if operation else f"an {what}", line, text, perform, signals=(signalled,)
-        )
+        signalled.last_copy = submit(warp, f"{article} {what}", line, text, perform, signals=(signalled,))
         signalled.last_copy_serial = serial
 
     return step
@@ -148,6 +151,8 @@ def st_async(b: Binder) -> Step:
 
 
 RESPONSE_BYTES = 16
+_FAILED = np.array([2**32 - 1, 2**32 - 1, 2**32 - 1, 0], "<u4")
+"""The response to a request that failed: no coordinates, and no memory that nobody has written yet."""
 _AXES = {"": 0, "get_first_ctaid::x": 0, "get_first_ctaid::y": 1, "get_first_ctaid::z": 2}
 
 
@@ -164,13 +169,18 @@ def try_cancel(b: Binder) -> Step:
     destination, barrier = b.expect(2)
     to, signal = _own_offset(b, destination), _own_offset(b, barrier)
     everybody = bool(b.words["multicast::cluster::all"])
+    said = "a response of clusterlaunchcontrol.try_cancel in shared memory"
     line, text = b.instruction.line, b.instruction.text
 
     def step(warp: Warp) -> None:
+        if (failed := warp.cta.cancel_failed) is not None:
+            report(Fault("cancel-after-failure", f"another try_cancel after {failed.who} of this CTA has observed at "
+                         f"PTX line {failed.line} that one failed", other=failed))  # fmt: skip
+        warp.agents.works[line] = "a try_cancel"
         for lane in active(warp).tolist():
             offset, place = to(warp, lane), signal(warp, lane)
             granules = np.arange(offset >> 2, (offset + RESPONSE_BYTES) >> 2, dtype=np.int64)
-            told = [(cta, cta.mbarrier(place, warp.clock)) for cta in _told(warp, everybody)]
+            told = [(cta, cta.mbarrier(place, warp.clock)) for cta in _told(warp, everybody, said)]
             for cta, _ in told:
                 cta.smem.check_region(offset, RESPONSE_BYTES, "clusterlaunchcontrol.try_cancel")
                 cta.smem.async_write_begins(granules, warp.clock, line, "clusterlaunchcontrol.try_cancel")
@@ -178,7 +188,6 @@ def try_cancel(b: Binder) -> Step:
             perform = _performer(warp, offset, granules, told, serial, line)
             for cta, signalled in told:
                 if cta is not warp.cta:
-                    cta.check_present("a response of clusterlaunchcontrol.try_cancel in shared memory")
                     cta.visit(signalled.copy_agent, serial, line)
             operation = submit(warp, "a try_cancel", line, text, perform, signals=tuple(m for _, m in told))
             for _, signalled in told:
@@ -188,8 +197,12 @@ def try_cancel(b: Binder) -> Step:
     return step
 
 
-def _told(warp: Warp, everybody: bool) -> list[Cta]:
-    return warp.cta.cluster.ctas if everybody else [warp.cta]
+def _told(warp: Warp, everybody: bool, what: str) -> Iterator[Cta]:
+    for cta in warp.cta.cluster.ctas if everybody else [warp.cta]:
+        if cta is not warp.cta:
+            cta.check_present(what)
+            cta.check_started(warp, what)
+        yield cta
 
 
 def _performer(
@@ -204,7 +217,7 @@ def _performer(
 
     def perform() -> None:
         waiting = warp.cta.machine.unstarted
-        words = np.array([*waiting.pop(0), 1] if waiting else [0, 0, 0, 0], "<u4")
+        words = np.array([*waiting.pop(0), 1], "<u4") if waiting else _FAILED
         for cta, signalled in told:
             cta.smem.data[offset : offset + RESPONSE_BYTES] = words.view(np.uint8)
             cta.smem.async_write_ends(granules, stamp(signalled.copy_agent, serial), line)
@@ -217,30 +230,46 @@ def _performer(
 
 @opcode("clusterlaunchcontrol.query_cancel.is_canceled.pred.b128", section="9.7.13.18", counter="cluster")
 def is_canceled(b: Binder) -> Step:
-    """Whether the response names a cluster."""
+    """Whether the response names a cluster. The CTA that has observed a failure may not ask again."""
     d, response = b.expect(2)
-    rd, rr = b.destination(d, "pred"), b.source(response, "u64x2")
+    rd, rr, line = b.destination(d, "pred"), b.source(response, "u64x2"), b.instruction.line
 
     def step(warp: Warp) -> None:
-        np.copyto(warp.pred[rd], warp.u64x2[rr][:, 1] >> np.uint64(32) != 0, where=warp.where)
+        words = _words(warp, rr)
+        np.copyto(warp.pred[rd], words[:, 3] != 0, where=warp.where)
+        if warp.cta.cancel_failed is None and ((words == _FAILED).all(axis=1) & warp.mask).any():
+            warp.cta.cancel_failed = OtherAccess(f"warp {warp.index}", "observed", line)
 
     return step
+
+
+def _words(warp: Warp, row: int) -> npt.NDArray[np.uint32]:
+    """The responses of the lanes: [32, 4]."""
+    return np.ascontiguousarray(warp.u64x2[row]).view(np.uint32).reshape(-1, 4)
 
 
 @opcode("clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128",
         "clusterlaunchcontrol.query_cancel.<axis>.b32.b128", section="9.7.13.18", counter="cluster",
         axis="get_first_ctaid::x get_first_ctaid::y get_first_ctaid::z")  # fmt: skip
 def first_ctaid(b: Binder) -> Step:
-    """%ctaid of the first CTA of the cluster in a response. Zeros if it names none (undefined by the ISA)."""
+    """%ctaid of the first CTA of the cluster in a response. Undefined if it names none."""
     d, response = b.expect(2)
     first = _AXES[b.words.get("axis", "")]
     items = b.vector(d, 1 if "axis" in b.words else 4)[:3]
     rows = [(first + i, b.destination(item, "u32")) for i, item in enumerate(items) if not isinstance(item, Sink)]
-    rr = b.source(response, "u64x2")
+    rr, used, line = b.source(response, "u64x2"), b.rows.used, b.instruction.line
+    said = f"the coordinates that PTX line {line} takes from a response that names no cluster: its try_cancel failed"
+    origin = Origin("uninitialised-register", said)
 
     def step(warp: Warp) -> None:
-        words = np.ascontiguousarray(warp.u64x2[rr]).view(np.uint32).reshape(-1, 4)
+        words = _words(warp, rr)
         for axis, row in rows:
             np.copyto(warp.u32[row], words[:, axis], where=warp.where)
+        failed = (words[:, 3] == 0) & warp.mask
+        if count_nonzero(failed):
+            for _, row in rows:
+                if (32, row) in used:
+                    warp.undefined.put((32, row), all_bits(32, failed), warp.mask, origin)
+            raise BecameUndefined
 
     return step

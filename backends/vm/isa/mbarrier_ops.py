@@ -10,7 +10,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, report
 from backends.vm.machine.access import active, resolve, visit
 from backends.vm.machine.code import LANES, NEXT, Wait
 from backends.vm.machine.cta import Cta
@@ -39,7 +39,8 @@ def places(b: Binder, operand: Operand, *, remote: bool = False) -> Callable[[Wa
             cta = warp.cta
             if where == "shared::cluster" and remote:
                 cta = warp.cta.cluster.cta_of(value, "an mbarrier operation")
-                visit(warp, cta, "an mbarrier operation", b.instruction.line)
+                if cta is not warp.cta:
+                    visit(warp, cta, b.instruction.line)
             elif where != "shared::cluster" or value >> 24 != warp.cta.place.cta_rank:
                 warp.cta.own_offset(value, "mbarrier operation")
             yield (cta, value & OFFSET_MASK), (lanes if len(named) == 1 else lanes[addresses == value]).tolist()
@@ -173,6 +174,7 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
     by_parity = bool(b.words["parity"])
     relaxed, narrow = b.words["sem"] == "relaxed", b.words["scope"] == "cta"
     row = b.source(phase, "u32" if by_parity else "u64")
+    b.unread = _unread(find, b.instruction.parts[1])
 
     def ask(warp: Warp) -> tuple[npt.NDArray[np.bool_], list[tuple[MBarrier, int]]]:
         answers, before, met = np.zeros(32, np.bool_), None, False
@@ -199,6 +201,20 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
         return answers, asked
 
     return rd, ask
+
+
+def _unread(find: Callable[[Warp], Iterator[tuple[Where, list[int]]]], what: str) -> Step:
+    """A wait whose result nobody reads: it may give up, so it orders nothing, and whoever is told to go on goes on."""
+
+    def step(warp: Warp) -> object:
+        for (cta, offset), lanes in find(warp):
+            cta.mbarrier(offset, warp.clock)
+            report(Fault("wait-result-unread", f"nothing reads the result of this {what}: it may be false, so the wait "
+                         "orders nothing, and the program goes on in either case", lane=lanes[0],
+                         address=offset))  # fmt: skip
+        return NEXT
+
+    return step
 
 
 @opcode("mbarrier.test_wait" + _WAIT, section="9.7.13.15.16", kind="tail", counter="mbarrier",

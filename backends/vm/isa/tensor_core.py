@@ -510,10 +510,10 @@ def _check_scales(issue: Issue, taddr: int, rows: int, which: str) -> tuple[int,
     if rest:
         lanes = (_QUARTER * np.arange(4)[:, None] + np.arange(rest)).reshape(-1, 1)
         cells.append((lanes, np.array([[column + whole]])))
-    origin, action = None, f"scale factors of {which} of tcgen05.mma read"
+    origin = None
     for cta in issue.ctas:
         for index in cells:
-            if not cta.tmem.read(index, issue.clock, issue.reads, action):
+            if not issue.read(cta, index, f"scale factors of {which}", "read"):
                 origin = cta.tmem.origin_of(index, issue.line)
     return column, origin
 

@@ -49,8 +49,15 @@ def _collective(warp: Warp, what: str, arguments: tuple[int, ...]) -> tuple[Meet
         raise Fault("cta-pair", f"{what} of {_listed(arguments)} by CTA rank {rank} where its peer executes "
                     f"{meeting.what} of {_listed(meeting.arguments)}; both must execute the same")  # fmt: skip
     meeting.ranks.add(rank)
+    meeting.agents.add(warp.agent)
     warp.cta.machine.engine.events += 1
     return meeting, both
+
+
+def _met(warp: Warp, meeting: Meeting) -> None:
+    """The end of a collective instruction, which orders nothing, but tells that a warp of the peer has started."""
+    for agent in meeting.agents - {warp.agent}:
+        warp.clock.come_after(warp.agents.start_of(agent))
 
 
 def _listed(arguments: tuple[int, ...]) -> str:
@@ -135,6 +142,7 @@ def _alloc_pair(warp: Warp, columns: int, offset: int, line: int, give: Callable
                 cta.tmem.allocate(meeting.first, columns, line)
             warp.cta.machine.engine.events += 1
         give(meeting.first)
+        _met(warp, meeting)
 
     def reason() -> str:
         held = "; ".join(f"CTA rank {cta.place.cta_rank} holds {_held(cta.tmem)}" for cta in both)
@@ -153,7 +161,12 @@ def _together(warp: Warp, group: int, what: str, arguments: tuple[int, ...], per
         perform()
         return NEXT
     meeting, both = _collective(warp, what, arguments)
-    return Wait(ready=lambda: len(meeting.ranks) == 2, reason=lambda: _absent(meeting, both), finish=perform)
+
+    def finish() -> None:
+        perform()
+        _met(warp, meeting)
+
+    return Wait(ready=lambda: len(meeting.ranks) == 2, reason=lambda: _absent(meeting, both), finish=finish)
 
 
 @opcode("tcgen05.dealloc.<group>.sync.aligned.b32", section="9.7.16.7.1", kind="tail", counter="tmem", group=GROUPS)

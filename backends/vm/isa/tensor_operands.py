@@ -8,7 +8,7 @@ descriptors and tensor-memory addresses apply in both CTAs (facts.md 2.3).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeVar
 
@@ -124,6 +124,7 @@ def issuing_ctas(warp: Warp, group: CtaGroup, what: str) -> tuple[Cta, ...]:
         raise Fault("cta-pair", f"{what} with .cta_group::2 issued by CTA rank {warp.cta.place.cta_rank}; the even CTA "
                     "of the pair issues it")  # fmt: skip
     both[1].check_present(f"{what} with .cta_group::2 on the memory")
+    both[1].check_started(warp, f"{what} with .cta_group::2 on the memory")
     both[1].visit(warp.cta.tensor_agent, warp.cta.tensor_serial + 1, warp.line)
     return both
 
@@ -132,7 +133,8 @@ def issuing_ctas(warp: Warp, group: CtaGroup, what: str) -> tuple[Cta, ...]:
 class Issue:
     """One mma as issued by one lane, for one CTA or both of a pair. `reads` and `writes` are stamps.
 
-    `ended`: the last serial number of tensor-core work that the issuing warp knows to have ended.
+    `ended`: the last serial number of tensor-core work that the issuing warp knows to have ended. `operands`: what it
+    reads in the tensor memory of each CTA, apart from D.
     """
 
     ctas: tuple[Cta, ...]
@@ -142,6 +144,12 @@ class Issue:
     writes: int
     line: int
     descriptor: InstructionDescriptor
+    operands: list[tuple[Cta, str, Index]] = field(default_factory=list["tuple[Cta, str, Index]"])
+
+    def read(self, cta: Cta, cells: Index, what: str, verb: str = "reads") -> bool:
+        """Check that `cells` may be read as the operand `what`. Returns whether all of them are defined."""
+        self.operands.append((cta, what, cells))
+        return cta.tmem.read(cells, self.clock, self.reads, f"{what} of tcgen05.mma {verb}")
 
     @property
     def group(self) -> CtaGroup:
@@ -235,7 +243,7 @@ def tmem_operand_a(issue: Issue, taddr: int) -> tuple[MatrixOperand, ...]:
         origin: Origin | None = None
         for cta in issue.ctas:
             for block in blocks(patches, lane, column):
-                if not cta.tmem.read(block, issue.clock, issue.reads, "operand A of tcgen05.mma reads"):
+                if not issue.read(cta, block, "operand A"):
                     origin = cta.tmem.origin_of(block, issue.line)
 
         def fetch(patches: tuple[Patch, ...] = patches) -> Raw:
@@ -280,7 +288,7 @@ def sparsity_metadata(issue: Issue, taddr: int) -> tuple[Metadata, ...]:
         origin: Origin | None = None
         for cta in issue.ctas:
             cells = slice(first, first + rows), span
-            if not cta.tmem.read(cells, issue.clock, issue.reads, "the sparsity metadata of tcgen05.mma reads"):
+            if not issue.read(cta, cells, "the sparsity metadata"):
                 origin = cta.tmem.origin_of(cells, issue.line)
         lost = None
         if origin is not None:
@@ -332,8 +340,9 @@ class Accumulator:
         covered = blocks(self._patches, self._lane, self._column)
         written = [covered if disabled is None else _enabled(covered, disabled[i]) for i in range(len(issue.ctas))]
         for cta, cells in zip(issue.ctas, written, strict=True):
+            operands = [(what, read) for owner, what, read in issue.operands if owner is cta]
             for block in cells:
-                cta.tmem.check_pipelined(block, issue.reads, issue.writes, issue.ended)
+                cta.tmem.check_pipelined(block, issue.reads, issue.writes, issue.ended, operands)
         if added_to:
             for cta, cells in zip(issue.ctas, written, strict=True):
                 for block in cells:

@@ -169,6 +169,7 @@ def mma_async(b: Binder) -> Step:
         part.used |= touched
         part.check_overlap(accumulators, inputs, shape)
         reads = stamp(group.agent, serial)
+        warp.agents.works[line] = "the tensor core"
         left = _registers_a(warp, index_a, form) if rows_a else _smem_a(warp, raws[0], form, reads)
         right = _smem(warp, raw_b, form.n, form.bits, form.k, form.major_b, form.b_type, reads, "B")
         enabled = bool(warp.pred[predicate][int(warp.mask.argmax())]) != negated

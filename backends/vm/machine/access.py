@@ -74,15 +74,16 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
             fault.lane = lane
             raise
     cta = cluster.ctas[int(ranks[0])]
-    visit(warp, cta, f"a shared {access}", warp.line)
+    if cta is not warp.cta:
+        cta.check_present(f"a shared {access}")
+        cta.check_started(warp, f"a shared {access}")
+        visit(warp, cta, warp.line)
     return cta, addresses & OFFSET_MASK
 
 
-def visit(warp: Warp, cta: Cta, what: str, line: int) -> None:
-    """Record that `warp` uses the memory of `cta`. Another CTA must be running, and must outlive the access."""
-    if cta is not warp.cta:
-        cta.check_present(what)
-        cta.visit(warp.agent, int(warp.clock.seen[warp.agent]), line)
+def visit(warp: Warp, cta: Cta, line: int) -> None:
+    """Record that `warp` uses the memory of `cta`, another CTA, which must outlive the access."""
+    cta.visit(warp.agent, int(warp.clock.seen[warp.agent]), line)
 
 
 def load(

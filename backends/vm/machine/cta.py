@@ -70,7 +70,8 @@ class NamedBarrier:
 
 
 class Cta:
-    """One CTA. `alive`: its threads that have not ended.
+    """One CTA. `alive`: its threads that have not ended. `cancel_failed`: who observed that a
+    clusterlaunchcontrol.try_cancel has failed.
 
     Its tensor core is several agents, from clock index `tensor_agent` on (see Agents), since only MMAs of the same
     accumulator and shape are ordered among themselves (PTX ISA 9.7.16.6.2). With more than ACCUMULATORS accumulators,
@@ -95,6 +96,7 @@ class Cta:
         self._accumulators: dict[tuple[int, ...], int] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.visits: dict[int, Visit] = {}
+        self.cancel_failed: OtherAccess | None = None
         self.alive = shape.threads
         files = take_registers(code.rows, agents.warps_per_cta)
         self.warps = [
@@ -246,6 +248,16 @@ class Cta:
                          "another CTA's by now. A barrier of the cluster behind the last such access is missing (PTX "
                          "ISA 9.7.9.23)"))  # fmt: skip
 
+    def check_started(self, by: Warp, access: str) -> None:
+        """Report an access by a warp to the memory of this CTA if nothing tells that warp that this CTA has started.
+
+        An mbarrier needs no such check: `mbarrier` asks for more, its initialisation.
+        """
+        if not by.knows_started(self.place.cta_rank) and not self.done:
+            report(Fault("peer-not-started", f"{access} of CTA rank {self.place.cta_rank}, and nothing orders that "
+                         "after that CTA's start: a barrier of the cluster before the first such access is "
+                         "missing"))  # fmt: skip
+
     def _check_visits(self) -> None:
         """Report that the last warp of this CTA ends while another CTA may still use its memory."""
         if not self.visits:
@@ -253,7 +265,8 @@ class Cta:
         known = np.maximum.reduce([np.maximum(warp.clock.seen, warp.met) for warp in self.warps])
         for agent, visit in self.visits.items():
             if known[agent] < visit.epoch:
-                who, rule = self.cluster.agents.name(agent), "exit-with-pending-operation" if visit.own else "ended-cta"
+                who = self.cluster.agents.name(agent, visit.line)
+                rule = "exit-with-pending-operation" if visit.own else "ended-cta"
                 report(Fault(rule, f"CTA rank {self.place.cta_rank} ends, but nothing orders that after {who} "
                              f"used its memory at PTX line {visit.line}: a barrier of the cluster, or a wait for what "
                              "it signals, is missing", other=OtherAccess(who, "used", visit.line)))  # fmt: skip

@@ -44,7 +44,7 @@ from backends.vm.machine.code import (
 from backends.vm.machine.engine import CopyGroups
 from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters
 from backends.vm.memory.access_code import CHANGES
-from backends.vm.memory.clocks import Carried, Clock, Snapshot, stamp
+from backends.vm.memory.clocks import START, Carried, Clock, Snapshot, stamp
 from backends.vm.memory.definedness import Sources
 from backends.vm.memory.lane_acquires import LaneAcquires
 from backends.vm.memory.lane_releases import EVERY, NOBODY
@@ -203,9 +203,9 @@ class Warp:
         self.agents = cta.cluster.agents
         self.agent = agent = self.agents.warp(cta.place.cta_rank, index)
         self.clock = Clock.zero(self.agents.count)
-        self.clock.seen[agent] = 1
+        self.clock.seen[agent] = START + 1
         self.seen_address: int = address_of(self.clock.seen)
-        self.stamp = stamp(agent, 1)
+        self.stamp = stamp(agent, START + 1)
         self.registers = file
         self._tell(file)
         self.executed = array("q", bytes(8 * len(code.blocks)))
@@ -248,6 +248,21 @@ class Warp:
     def met(self) -> npt.NDArray[np.int64]:
         """See the class."""
         return np.zeros(self.agents.count, np.int64)
+
+    @cached_property
+    def _running(self) -> set[int]:
+        """The ranks of the CTAs that are known to have started."""
+        return {self.cta.place.cta_rank}
+
+    def knows_started(self, rank: int) -> bool:
+        """Whether the start of the CTA of `rank` comes before the next action: something that tells of a thread of
+        that CTA has reached this warp. A relaxed arrival tells enough."""
+        if rank not in self._running:
+            theirs = self.agents.warps_of(rank)
+            if not (self.clock.has_heard_of(theirs) or self.met[theirs].any()):
+                return False
+            self._running.add(rank)
+        return True
 
     @cached_property
     def copies(self) -> CopyGroups:

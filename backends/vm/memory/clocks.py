@@ -45,7 +45,8 @@ class Agents:
     such places, agents are shared, and a missing wait can hide behind another place's wait. `line`: the PTX line of the
     running instruction, `acting`: the warp that runs it. `tensor_fences`: by warp, the epochs of its
     tcgen05.fence::before_thread_sync. `releases`: releases of what lanes stored to shared memory; `reads`: of what
-    they read there; `global_releases`: as `releases`, for global memory.
+    they read there; `global_releases`: as `releases`, for global memory. `works`: by PTX line, the name of an
+    asynchronous operation that counts as a copy here and is none.
     """
 
     serial: int
@@ -58,6 +59,7 @@ class Agents:
     releases: LaneReleases = field(default_factory=LaneReleases)
     reads: LaneReads = field(default_factory=LaneReads)
     global_releases: LaneReleases = field(default_factory=LaneReleases)
+    works: dict[int, str] = field(default_factory=dict[int, str])
 
     @property
     def first_engine(self) -> int:
@@ -83,6 +85,16 @@ class Agents:
         """The index of warp number `warp` of the CTA of `rank`."""
         return rank * self.warps_per_cta + warp
 
+    def warps_of(self, rank: int) -> slice:
+        """The indices of the warps of the CTA of `rank`."""
+        return slice(self.warp(rank, 0), self.warp(rank + 1, 0))
+
+    def start_of(self, agent: int) -> Epochs:
+        """Epochs that tell only that a warp has started."""
+        told = np.zeros(self.count, np.int64)
+        told[agent] = START
+        return told
+
     def tensor_core(self, rank: int) -> int:
         """The first index of a CTA's tensor core."""
         return self.first_engine + rank * (1 + ACCUMULATORS)
@@ -92,10 +104,14 @@ class Agents:
         self.copy_places += 1
         return self.first_copy + (self.copy_places - 1) % COPY_AGENTS
 
-    def name(self, agent: int) -> str:
-        """The name of an agent in reports."""
+    def copy_at(self, line: int) -> str:
+        """The name of what counts as a copy at PTX `line`, with its article."""
+        return self.works.get(line, "a copy")
+
+    def name(self, agent: int, line: int = 0) -> str:
+        """The name in reports of an agent that does something at PTX `line`; 0 if that is no asynchronous operation."""
         if agent >= self.first_copy:
-            return "a copy"
+            return self.copy_at(line)
         rank, index = divmod(agent, self.warps_per_cta)
         if agent >= self.first_engine:
             rank, index = (agent - self.first_engine) // (1 + ACCUMULATORS), -1
@@ -112,6 +128,10 @@ EPOCH_BITS = 21
 EPOCH_MASK = (1 << EPOCH_BITS) - 1
 PENDING = EPOCH_MASK
 """The epoch of a write that nobody may rely on yet, not even the writer (tcgen05.st before its wait)."""
+
+START = 1
+"""The epoch of a warp before its first instruction. It accesses nothing then: to know of it is to know that the warp
+has started."""
 
 WAITED = -1
 """The last element of `seen` belongs to no agent: it is 1 after a griddepcontrol.wait."""
@@ -260,6 +280,10 @@ class Clock:
     def comes_after(self, agent: int, epoch: int) -> bool:
         """Whether what `agent` did in its `epoch` comes before in time."""
         return bool(self.seen[agent] >= epoch or (self.earlier is not None and self.earlier[agent] >= epoch))
+
+    def has_heard_of(self, agents: slice) -> bool:
+        """Whether anything that one of `agents` did, if only its start, comes before in time."""
+        return bool(self.seen[agents].any() or (self.earlier is not None and self.earlier[agents].any()))
 
     def relaxed(self, released: Clock, agent: int) -> Clock:
         """The clock of a relaxed arrival by `agent`, the owner: it orders what a fence has `released`.

@@ -193,7 +193,7 @@ class SharedMemory:
             marks, cells = found
             unknown = acquires.unknown_here(marks.stamp[cells], lanes, self.agents.serial, clock.seen, agent)
             for at, cell, line in list(_one_a_line(cells, unknown, marks.line)):
-                lane, who = int(lanes[at or 0]), self.agents.name(agent_of(int(marks.stamp[cell])))
+                lane, who = int(lanes[at or 0]), self.agents.name(agent_of(int(marks.stamp[cell])), line)
                 report(Fault("lanes-unordered", f"this {marks.name} is {action} lane {lane} after {who} {did} it"
                              f"{at_line(line)}; what orders that is a wait or an acquire by other lanes, which the "
                              "lane has not met since: bar.warp.sync is missing behind it", lane=at,
@@ -322,9 +322,10 @@ class SharedMemory:
             if line == MBARRIER:
                 raise Fault("mbarrier-misuse", "an mbarrier object lies here: only mbarrier operations may touch it "
                             "before mbarrier.inval", lane=lane, address=4 * at)  # fmt: skip
-            report(Fault("copy-not-awaited", f"this granule is {action} while the copy of PTX line {line}"
-                         " into it is in flight: nothing waits for its end", lane=lane, address=4 * at,
-                         other=OtherAccess("a copy", "writes", line)))  # fmt: skip
+            who = self.agents.copy_at(line)
+            report(Fault("copy-not-awaited", f"this granule is {action} while the {who.partition(' ')[2]} of "
+                         f"PTX line {line} into it is in flight: nothing waits for its end", lane=lane, address=4 * at,
+                         other=OtherAccess(who, "writes", line)))  # fmt: skip
         return True
 
     def _check_writers(self, granules: Granules, clock: Clock, action: str, index: Cells | None = None) -> None:
@@ -393,7 +394,7 @@ class SharedMemory:
             if count_nonzero(late):
                 for lane, at, line in _one_a_line(granules, late, lines):
                     self._collide(lane, self.reads.granules, at, "overwritten",
-                                  OtherAccess(self.agents.name(agent), "read", line))  # fmt: skip
+                                  OtherAccess(self.agents.name(agent, line), "read", line))  # fmt: skip
         if narrow:
             return
         self.many_readers[granules] = False
@@ -471,11 +472,12 @@ class SharedMemory:
         for lane, at, line in _one_a_line(cells, late, marks.line):
             agent = agent_of(int(marks.stamp[at]))
             if did == "wrote" and agent >= self.agents.first_copy:
-                report(Fault("copy-not-awaited", f"this {marks.name} is {action}, but the copy of PTX line {line} into "
-                             "it has not been waited for", lane=lane, address=marks.unit * at,
-                             other=OtherAccess("a copy", "writes", line)))  # fmt: skip
+                who = self.agents.copy_at(line)
+                report(Fault("copy-not-awaited", f"this {marks.name} is {action}, but the {who.partition(' ')[2]} "
+                             f"of PTX line {line} into it has not been waited for", lane=lane, address=marks.unit * at,
+                             other=OtherAccess(who, "writes", line)))  # fmt: skip
             else:
-                self._collide(lane, marks, at, action, OtherAccess(self.agents.name(agent), did, line))
+                self._collide(lane, marks, at, action, OtherAccess(self.agents.name(agent, line), did, line))
 
     def _collide(self, lane: int | None, marks: Marks, cell: int, action: str, other: OtherAccess) -> None:
         report(Fault("race", f"this {marks.name} is {action}, but nothing orders that after {other.who} {other.did} it"
@@ -501,7 +503,7 @@ class SharedMemory:
         unfenced &= (found & EPOCH_MASK) <= clock.seen[agent_of(found)]
         for _, at, line in _one_a_line(cells, unfenced, marks.line):
             agent, address = agent_of(int(marks.stamp[at])), marks.unit * at
-            who = "a copy" if line in self.copied else self.agents.name(agent)
+            who = "a copy" if line in self.copied else self.agents.name(agent, line)
             if line in relied:
                 self.unfenced_overwrites += 1
                 self._report_relied(

@@ -9,6 +9,7 @@ and they must not be overwritten before (PTX ISA 9.7.16.6.4.5).
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,12 +50,14 @@ class Allocation:
 class Meeting:
     """A collective instruction of a CTA pair.
 
-    Both CTAs must give the same `arguments`. `ranks` have arrived. `first` is the first column that an alloc was given.
+    Both CTAs must give the same `arguments`. `ranks` have arrived, and `agents`, a warp of each. `first` is the first
+    column that an alloc was given.
     """
 
     what: str
     arguments: tuple[int, ...]
     ranks: set[int] = field(default_factory=set[int])
+    agents: set[int] = field(default_factory=set[int])
     first: int | None = None
 
 
@@ -214,9 +217,11 @@ class TensorMemory:
         late = unordered(found, clock.seen)
         return late is not None and int(count_nonzero(late & (agent_of(found) == agent))) > 0
 
-    def check_pipelined(self, index: Index, reads: int, writes: int, ended: int) -> None:
+    def check_pipelined(
+        self, index: Index, reads: int, writes: int, ended: int, operands: Sequence[tuple[str, Index]]
+    ) -> None:
         """Before an mma with these stamps writes: report cells that the tensor core still reads for another
-        accumulator's mma.
+        accumulator's mma, or as one of the `operands` of this mma, given with their names.
 
         `ended`: the last mma whose end its issuer has seen. The ISA orders MMAs of one accumulator (9.7.16.6.2): such
         an mma reads what it writes, or comes before the writer.
@@ -228,6 +233,13 @@ class TensorMemory:
             return
         late = (agent_of(found) == agent_of(reads)) & ((found & EPOCH_MASK) > ended)
         late &= (agent_of(wrote) != agent_of(writes)) | ((wrote & EPOCH_MASK) < (found & EPOCH_MASK))
+        if count_nonzero(own := late & (found == reads)):
+            lane, column = self._first(index, own)
+            what = next((name for name, cells in operands if _holds(cells, lane, column)), "operand")
+            report(Fault("tmem-race", f"tcgen05.mma writes D to lane {lane}, column {column}, where its own {what} "
+                         "may still be read: they overlap, and must lie in columns of their own",
+                         address=lane << 16 | column))  # fmt: skip
+            late &= ~own
         if count_nonzero(late):
             lane, column = self._first(index, late)
             line = int(self.reader_line[lane, column])
@@ -403,6 +415,11 @@ def _only(stamps: Stamps) -> int | None:
     """The stamp of all cells, None if they have several."""
     head = stamps.item(0)
     return None if count_nonzero(stamps != head) else head
+
+
+def _holds(index: Index, lane: int, column: int) -> bool:
+    """Whether `index` has this cell."""
+    return lane in _as_array(index[0]) and column in _as_array(index[1])
 
 
 def _bounds(part: Part) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from conformance.vm.isa.test_block_scaled import (
     random_codes,
     scaled_product,
 )
-from conformance.vm.kernel import Kernel
+from conformance.vm.kernel import Kernel, fault_of
 from conformance.vm.tensor_kernel import (
     SCHEDULES,
     Bytes,
@@ -261,17 +261,29 @@ def run(
     fenced: str = TWO_WAY,
 ) -> tuple[npt.NDArray[np.uint32], int]:
     """How often the work of each CTA was done, uint32 [z, y, x], and how many CTAs ran."""
+    found, _ = looped(BODY, cluster, decode, wait, everybody, fenced).run(schedule)
+    return found["done"], int(found["workers"][0])
+
+
+def looped(
+    body: str,
+    cluster: int,
+    decode: str = SCALARS,
+    wait: str = WAIT,
+    everybody: str = ".multicast::cluster::all",
+    fenced: str = TWO_WAY,
+) -> Kernel:
+    """`body`, a loop over the work of clusters that have not begun, with its stages filled in."""
     meet = "barrier.cluster.arrive; barrier.cluster.wait;" if cluster > 1 else ""
     body = (
-        BODY.replace("DECODE", decode)
+        body.replace("DECODE", decode)
         .replace("FENCED", fenced)
         .replace("MEET", meet)
         .replace("WAIT\n", wait + "\n")
         .replace("ALL.", everybody + ".")
     )
     buffers = {"done": np.zeros(GRID[::-1], np.uint32), "workers": np.zeros(1, np.uint32)}
-    found, _ = Kernel(body, buffers, grid=GRID, cluster=(cluster, 1, 1)).run(schedule)
-    return found["done"], int(found["workers"][0])
+    return Kernel(body, buffers, grid=GRID, cluster=(cluster, 1, 1))
 
 
 @pytest.mark.parametrize("decode", [SCALARS, VECTOR], ids=["scalars", "vector"])
@@ -302,3 +314,38 @@ def test_a_response_that_is_not_awaited(schedule: str) -> None:
     with pytest.raises(Fault) as caught:
         run(schedule, 1, wait="")
     assert caught.value.rule in ("copy-not-awaited", "uninitialised-shared"), f"found {caught.value}"
+
+
+@pytest.mark.parametrize("schedule", LAUNCH_SCHEDULES)
+@pytest.mark.parametrize("decode", [SCALARS, VECTOR], ids=["scalars", "vector"])
+def test_the_coordinates_of_a_failed_request_are_undefined(schedule: str, decode: str) -> None:
+    """They may be taken before the answer is known; they decide nothing then."""
+    hoisted = f"{WAIT}\nld.shared.b128 %r, [%at];\n{decode}\n"
+    done, _ = run(schedule, 2, decode="", wait=hoisted)
+    assert np.all(done == 1), f"some work was not done exactly once: {done.tolist()}"
+    used = f"{hoisted} mad.lo.s32 %i, %x, 4, 0; setp.lt.s32 %ok, %i, 0; @%ok bra OUT;\n"
+    with pytest.raises(Fault, match="response that names no cluster: its try_cancel failed") as caught:
+        run(schedule, 2, decode="", wait=used)
+    assert caught.value.rule == "uninitialised-register", f"{schedule}: {caught.value}"
+
+
+@pytest.mark.parametrize("schedule", LAUNCH_SCHEDULES)
+def test_a_request_after_one_that_was_seen_to_fail(schedule: str) -> None:
+    """A CTA that has seen a failure asks again, once. Two requests before the first look are right."""
+    again = BODY.replace(
+        "OUT: ret;",
+        """OUT: @%one mbarrier.arrive.expect_tx.shared.b64 %token, [mbar], 16;
+xor.b32 %phase, %phase, 1; fence.proxy.async.shared::cta; bar.sync 0;
+@%first clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%at], [mbar];
+LAST: mbarrier.try_wait.parity.shared.b64 %ok, [mbar], %phase; @!%ok bra LAST; ret;""",
+    )
+    twice = BODY.replace("[mbar], 16;", "[mbar], 32;").replace("response;", "response; add.u32 %next, %at, 16;")
+    ask = next(line for line in BODY.splitlines() if line.startswith("@%first clusterlaunchcontrol"))
+    twice = twice.replace(ask, f"{ask}\n{ask.replace('[%at]', '[%next]')}").replace("bra WORK;", "ret;")
+    assert again != BODY
+    assert ask in twice
+    for body, planted in ((again, True), (twice, False)):
+        whole = body.replace("response[16]", "response[32]").replace(".reg .b32 %", ".reg .b32 %next, %", 1)
+        fault = fault_of(looped(whole, 1, everybody=""), schedule)
+        assert (fault is not None and fault.rule == "cancel-after-failure") == planted, f"{schedule}: {fault}"
+        assert planted or fault is None, f"{schedule}: {fault}"

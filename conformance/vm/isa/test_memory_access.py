@@ -242,7 +242,7 @@ def test_st_async_into_the_other_cta() -> None:
     assert_clean(Kernel(ST_ASYNC.replace("WAIT", loop, 1), **options), {"out": expected})  # type: ignore[arg-type]
     hasty = ST_ASYNC.replace("WAIT\n", "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n", 1)
     hasty = hasty.replace("[%r3];\nmul", "[%r3]; //!\nmul")
-    assert_blamed(Kernel(hasty, **options), "copy-not-awaited", "the copy of PTX line")  # type: ignore[arg-type]
+    assert_blamed(Kernel(hasty, **options), "copy-not-awaited", "the st.async of PTX line")  # type: ignore[arg-type]
     assert SYNC not in hasty
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 
-from backends.vm.faults import Fault
+from backends.vm.faults import Fault, Findings
 from backends.vm.machine.machine import Machine
-from conformance.vm.kernel import LATE, Kernel, assert_clean, init, wait
+from conformance.vm.kernel import LATE, Kernel, assert_clean, collected, init, slugs, wait
 
 SCHEDULES = ("eager", "lazy", *LATE, *(f"random:{seed}" for seed in range(4)))
 BODY = f""".shared .align 16 .b8 buf[16]; .shared .align 8 .b64 mbar; {init("mbar")}
@@ -135,3 +137,112 @@ st.global.b32 [%rd1], %r1; ret;"""
     drawn = tickets.launch(Machine(schedule))["out"][: 2 if by_cta else 4].tolist()
     place = int(schedule[-1])
     assert drawn[place] == max(drawn), f"{schedule}: the tickets are {drawn}; that of number {place} must be the last"
+
+
+EARLY = f""".shared .align 16 .b8 buf[16]; .shared .align 8 .b64 mbar; .shared .align 16 .b8 got[16];
+.shared .align 4 .b32 said;
+{init("mbar")}
+st.shared.b32 [said], 0; st.shared.v4.b32 [got], {{%cta, %cta, %cta, %cta}}; fence.proxy.async; bar.sync 0;
+xor.b32 %r1, %cta, 1; mov.u32 %r2, buf; mapa.shared::cluster.u32 %r2, %r2, %r1; mov.u32 %r6, got;
+mov.u64 %rd2, buf; cvta.shared.u64 %rd2, %rd2; mapa.u64 %rd2, %rd2, %r1; mov.b16 %h1, 2; mov.u32 %r7, mbar;
+mov.u32 %r3, mbar; mapa.shared::cluster.u32 %r3, %r3, %r1; mov.u32 %r5, said;
+mapa.shared::cluster.u32 %r5, %r5, %r1; setp.ne.u32 %p1, %cta, 0; setp.ne.u32 %p2, %tx, 0;
+KNOW
+@%p1 bra END; @%p2 bra END;
+USE
+END: LEAVE ret;"""
+SIGNALLING = ".mbarrier::complete_tx::bytes"
+EARLY_USES = {
+    "a store": "st.shared::cluster.b32 [%r2], 7;",
+    "a generic store": "st.b32 [%rd2], 7;",
+    "a load": "ld.relaxed.cluster.shared::cluster.b32 %r4, [%r5];",
+    "a reduction": "red.relaxed.cluster.shared::cluster.add.u32 [%r5], 1;",
+    "an atomic": "atom.relaxed.cluster.shared::cluster.add.u32 %r4, [%r5], 1;",
+    "st.async": f"st.async.shared::cluster{SIGNALLING}.b32 [%r2], 7, [%r3];",
+    "red.async": f"red.async.relaxed.cluster.shared::cluster{SIGNALLING}.add.u32 [%r2], 7, [%r3];",
+    "a bulk copy": f"cp.async.bulk.shared::cluster.shared::cta{SIGNALLING} [%r2], [%r6], 16, [%r3];",
+    "a bulk reduction": f"cp.reduce.async.bulk.shared::cluster.shared::cta{SIGNALLING}.add.u32 [%r2], [%r6], 16, "
+    "[%r3];",
+    "a multicast": f"cp.async.bulk.shared::cluster.global{SIGNALLING}.multicast::cluster [buf], [%x], 16, [mbar], %h1;",
+    "a response": f"clusterlaunchcontrol.try_cancel.async.shared::cta{SIGNALLING}.multicast::cluster::all.b128 [buf], "
+    "[mbar];",
+    "the tensor core": "tcgen05.cp.cta_group::2.128x256b [%r0], %rd1;",
+}
+WORDS = {name: np.zeros(4, np.uint32) for name in ("x", "flag")}
+
+
+def early(use: str, know: str = "", leave: str = MEET, block: int = 32) -> Kernel:
+    """Thread 0 of CTA 0 does `use` to the memory of CTA 1. `know`: what all threads do before; `leave`: at the end."""
+    body = EARLY.replace("KNOW", know).replace("USE", use).replace("LEAVE", leave)
+    return Kernel(body, WORDS, inputs=("x",), grid=(2, 1, 1), cluster=(2, 1, 1), block=(block, 1, 1))
+
+
+def all_found(kernel: Kernel, schedule: str) -> list[Fault]:
+    """The findings of a run, also if the last one ends it."""
+    machine = Machine(schedule)
+    machine.findings = Findings()
+    with suppress(Fault):
+        kernel.launch(machine)
+    return list(machine.findings.by_site.values())
+
+
+def flagged(store: str, load: str) -> str:
+    """CTA 1 sets a flag in global memory, and CTA 0 polls it."""
+    return f"""@%p1 {store} @%p1 bra TOLD; POLL: {load} setp.eq.u32 %p3, %r8, 0; @%p3 bra POLL;
+TOLD:"""
+
+
+POLLS = {
+    "a release and an acquire": ("st.release.gpu.global.u32 [%flag], 1;", "ld.acquire.gpu.global.u32 %r8, [%flag];"),
+    "relaxed": ("st.relaxed.gpu.global.u32 [%flag], 1;", "ld.relaxed.gpu.global.u32 %r8, [%flag];"),
+    "volatile": ("st.volatile.global.u32 [%flag], 1;", "ld.volatile.global.u32 %r8, [%flag];"),
+    "an atomic": ("red.global.add.u32 [%flag], 1;", "ld.acquire.gpu.global.u32 %r8, [%flag];"),
+    "the scope of the cluster": (
+        "st.relaxed.cluster.global.u32 [%flag], 1;", "ld.relaxed.cluster.global.u32 %r8, [%flag];"
+    ),
+}  # fmt: skip
+KNOWN = {
+    "a barrier": (MEET, 32),
+    "a relaxed barrier": (MEET_RELAXED, 32),
+    **{f"a flag, {name}": (flagged(*poll), 32) for name, poll in POLLS.items()},
+    "a flag that another warp polled": (
+        f"setp.lt.u32 %p4, %tx, 32; @%p4 bra MET; {flagged(*POLLS['relaxed'])} MET: bar.sync 0;", 64
+    ),
+    "an allocation of both": (
+        """tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [got], 32; ld.shared.u32 %r9, [got];
+        tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r9, 32;""", 32
+    ),
+}  # fmt: skip
+"""What tells CTA 0 that CTA 1 has started, and the size of the CTAs."""
+
+
+@pytest.mark.parametrize("name", EARLY_USES)
+def test_an_access_before_the_other_cta_is_known_to_have_started(name: str) -> None:
+    """In either order; an arrival of one's own is not enough, a barrier is."""
+    for schedule in ("eager", "late_cta:0", "late_cta:1"):
+        for know, leave in (("", MEET), ("barrier.cluster.arrive;", f"barrier.cluster.wait; {MEET}")):
+            found = all_found(early(EARLY_USES[name], know, leave), schedule)
+            told = [str(one) for one in found if one.rule == "peer-not-started"]
+            assert told, f"{schedule}, {name} after {know!r}: found {list(map(str, found))}"
+            assert "of CTA rank 1, and nothing orders" in told[0], f"{schedule}, {name}: {told[0]}"
+        found = all_found(early(EARLY_USES[name], MEET), schedule)
+        assert "peer-not-started" not in slugs(found), f"{schedule}, {name}: blamed after a barrier of the cluster"
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_whatever_tells_of_the_other_cta_tells_that_it_has_started(name: str) -> None:
+    know, block = KNOWN[name]
+    for schedule in SCHEDULES:
+        found, _ = collected(early(EARLY_USES["a reduction"], know, block=block), schedule)
+        assert not found, f"{schedule}, {name}: {list(map(str, found))}"
+
+
+def test_who_has_been_told_by_an_access_knows_too() -> None:
+    """CTA 0 knows of CTA 1 by a flag and adds to a word of it; CTA 1 polls that word, and may add to one of CTA 0."""
+    poll = """ld.relaxed.cluster.shared::cta.u32 %r8, [said]; setp.eq.u32 %p4, %r8, 0; @%p4 bra WAIT;"""
+    for waits in (poll, ""):
+        back = f"@!%p1 bra TELL; WAIT: {waits} red.relaxed.cluster.shared::cluster.add.u32 [%r5], 1; TELL:"
+        for schedule in SCHEDULES:
+            found, _ = collected(early(EARLY_USES["a reduction"], f"{flagged(*POLLS['relaxed'])} {back}"), schedule)
+            told = "peer-not-started" in slugs(found) if not waits else not found
+            assert told, f"{schedule}, {'with' if waits else 'without'} the wait: {list(map(str, found))}"

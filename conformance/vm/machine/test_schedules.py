@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from backends.vm.machine.engine import CopyGroups, Engine, Operation
-from conformance.vm.kernel import ELECT, FENCE, SYNC, Kernel, Map, assert_clean, fault_of, init, wait
+from conformance.vm.kernel import ELECT, FENCE, SYNC, Kernel, Map, assert_clean, collected, fault_of, init, slugs, wait
 
 TILES = 9
 TILE = np.arange(64 * TILES, dtype=np.uint32).reshape(TILES, 64) * 7
@@ -197,21 +199,17 @@ def test_relaxed_arrivals_after_a_fence_release() -> None:
     assert_clean(kernel, {"out": [4]})
 
 
-@pytest.mark.parametrize(
-    ("schedule", "rule"),
-    [("eager", None), ("lazy", "copy-not-awaited"), ("late_warp:1", "race"), ("late_warp:0", None)],
-)
-def test_a_wait_that_is_not_repeated_gives_up(schedule: str, rule: str | None) -> None:
-    """mbarrier.try_wait may give up (PTX ISA 9.7.13.15.16): before a copy ends, and before a late warp arrives."""
+def waits_once(read: str) -> Kernel:
+    """Warp 0 waits once for a copy, and once for warp 1. `read`: what reads the results of the waits."""
     body = f""".shared .align 8 .b64 copied; .shared .align 8 .b64 stored;
     .shared .align 16 .b8 tile[128]; .shared .align 4 .b32 sum;
     {init("copied", "stored")}
     setp.eq.u32 %p1, %warp, 1; @%p1 bra STORE;
     @%p13 mbarrier.arrive.expect_tx.shared::cta.b64 _, [copied], 128;
     @%p13 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [tile], [%x], 128, [copied];
-    mbarrier.try_wait.parity.shared::cta.b64 %p2, [copied], 0;
+    mbarrier.try_wait.parity.shared::cta.b64 %p2, [copied], 0; {read}
     ld.shared.u32 %r1, [tile];
-    mbarrier.try_wait.parity.shared::cta.b64 %p2, [stored], 0;
+    mbarrier.try_wait.parity.shared::cta.b64 %p2, [stored], 0; {read}
     ld.shared.u32 %r2, [sum]; add.u32 %r1, %r1, %r2;
     @%p13 st.global.u32 [%out], %r1;
     ret;
@@ -220,8 +218,33 @@ def test_a_wait_that_is_not_repeated_gives_up(schedule: str, rule: str | None) -
     @%p3 mbarrier.arrive.shared::cta.b64 _, [stored];
     ret;"""
     buffers = {"x": np.full(32, 35, np.uint32), "out": np.zeros(1, np.uint32)}
-    fault = fault_of(Kernel(body, buffers, block=(64, 1, 1), inputs=("x",)), schedule)
+    return Kernel(body, buffers, block=(64, 1, 1), inputs=("x",))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rule"),
+    [("eager", None), ("lazy", "copy-not-awaited"), ("late_warp:1", "race"), ("late_warp:0", None)],
+)
+def test_a_wait_that_is_not_repeated_gives_up(schedule: str, rule: str | None) -> None:
+    """mbarrier.try_wait may give up (PTX ISA 9.7.13.15.16): before a copy ends, and before a late warp arrives."""
+    fault = fault_of(waits_once("selp.b32 %r9, 1, 0, %p2;"), schedule)
     assert (fault and fault.rule) == rule, f"{schedule}: {fault}"
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "late_warp:1", "late_warp:0"])
+def test_a_wait_whose_result_nobody_reads_orders_nothing(schedule: str) -> None:
+    """Every schedule finds what it does not order, and names the wait. A look ahead of a loop is read."""
+    found, _ = collected(waits_once(""), schedule)
+    assert set(slugs(found)) >= {"copy-not-awaited", "race", "wait-result-unread"}, f"{schedule}: {found}"
+    waits = [one for one in found if one.rule == "wait-result-unread"]
+    assert len({one.line for one in waits}) == 2, f"{schedule}: two waits are unread: {waits}"
+    ask = "mbarrier.try_wait.parity.shared::cta.b64 %p2, [@], 0;"
+    loop = f"@%p2 bra MET_@; WAIT_@: {ask} @!%p2 bra WAIT_@; MET_@:"
+    body = waits_once("READ").body
+    for name in ("copied", "stored"):
+        body = body.replace("READ", loop.replace("[@]", f"[{name}]").replace("_@", f"_{name}"), 1)
+    peeked, _ = collected(replace(waits_once(""), body=body), schedule)
+    assert not peeked, f"{schedule}: a look ahead of a wait is blamed: {list(map(str, peeked))}"
 
 
 # By whether they do nothing but ask again.

@@ -90,7 +90,7 @@ SETTER: SET ret;"""
 """Warp 0 polls a flag in global memory, and tells warp 1 what it has seen."""
 IN_CLUSTER = """.shared .align 4 .b32 got; setp.eq.u32 %p1, %cta, 0; mov.u32 %r5, got;
 mapa.shared::cluster.u32 %r5, %r5, 1; setp.ge.u32 %p6, %cta, 2; setp.eq.u32 %p2, %lane, 0; and.pred %p1, %p1, %p2;
-@%p6 bra SETTER;
+barrier.cluster.arrive; barrier.cluster.wait; @%p6 bra SETTER;
 LOOP: @%p1 ld.acquire.gpu.global.u32 %r1, [%out]; @%p1 st.shared.u32 [got], %r1;
 @%p1 st.shared::cluster.u32 [%r5], %r1;
 barrier.cluster.arrive; barrier.cluster.wait;

@@ -197,15 +197,16 @@ def test_a_byte_of_another_cta(schedule: str) -> None:
     assert _found(_remote(""), schedule) == ["race"], "nothing is found"
 
 
-def _wgmma(order: str) -> Kernel:
-    """A fifth warp stores a half of an operand of wgmma; `order` stands between."""
+def _wgmma(order: str, issued: str = "") -> Kernel:
+    """A fifth warp stores a half of an operand of wgmma; `order` stands between. `issued`: behind the issue, and before
+    the store."""
     body = f""".shared .align 1024 .b8 cells[4096]; mov.u32 %r3, cells; mad.lo.u32 %r4, %tx, 16, %r3; mov.u32 %r1, 0;
 st.shared.v4.b32 [%r4], {{%r1, %r1, %r1, %r1}}; {FENCE} {SYNC} setp.ge.u32 %p1, %warp, 4; @%p1 bra FIFTH;
 {order} shr.u32 %r5, %r3, 4; cvt.u64.u32 %rd1, %r5; or.b64 %rd1, %rd1, {8 << 16 | 8 << 32}; mov.f32 %f0, 0f00000000;
 mov.f32 %f1, %f0; mov.f32 %f2, %f0; mov.f32 %f3, %f0; wgmma.fence.sync.aligned;
 wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{%f0, %f1, %f2, %f3}}, %rd1, %rd1, 1, 1, 1, 0, 0;
-wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; bra END;
-FIFTH: mov.b16 %h1, 0; setp.eq.u32 %p3, %lane, 0; @%p3 st.shared.b16 [cells+2], %h1; {FENCE} {order}
+wgmma.commit_group.sync.aligned; {issued} wgmma.wait_group.sync.aligned 0; bra END;
+FIFTH: {issued} mov.b16 %h1, 0; setp.eq.u32 %p3, %lane, 0; @%p3 st.shared.b16 [cells+2], %h1; {FENCE} {order}
 END: ret;"""
     return Kernel(body, BUFFERS, block=(160, 1, 1), target="sm_90a")
 
@@ -214,3 +215,10 @@ END: ret;"""
 def test_a_half_of_an_operand_of_wgmma(schedule: str) -> None:
     assert not (found := _found(_wgmma("bar.sync 1, 160;"), schedule)), f"the twin is blamed for {found}"
     assert _found(_wgmma(""), schedule) == ["race"], "nothing is found"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_tensor_core_that_reads_an_operand_is_named(schedule: str) -> None:
+    (race,), _ = collected(_wgmma("", issued="bar.sync 1, 160;"), schedule)
+    assert race.rule == "race", f"{schedule}: {race}"
+    assert "after the tensor core read it at PTX line" in race.detail, f"{schedule}: {race}"

@@ -55,6 +55,12 @@ WAIT_STORE = "tcgen05.wait::st.sync.aligned;"
 ZERO_CELLS = f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r44], {{{', '.join(16 * ['%r18'])}}};"
 """Writes the cells that LOAD reads, from a separate register."""
 A_IN_TMEM = MMA.replace("%rd10", "[%r40+16]")
+SCALED = (
+    "tcgen05.mma.cta_group::1.kind::mxf4.block_scale [%r40], %rd10, %rd11, "
+    f"{1 << 7 | 1 << 10 | 16 >> 3 << 17 | 1 << 23 | 128 >> 7 << 27}, [%r40+28], [%r40+17], %p1;"
+)
+"""A product of fp4, with the scale factors of A and of B."""
+BEFORE, AFTER = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"
 WIDE = STORE.replace("[%r44]", "[%r44+16]")
 
 STORED = STAGES["out"].replace("st.global", "\nst.global") + " //!"
@@ -158,6 +164,22 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
         },
         "tmem-race",
         ("operand A of tcgen05.mma reads", "wrote it at PTX line"),
+    ),
+    "an mma whose D overlaps its A": (
+        {
+            "publish": f"{FILL_REGISTERS}\n{WIDE}\n{WAIT_STORE}\n{BEFORE}\n" + STAGES["publish"],
+            "issue": f"{AFTER}\n{A_IN_TMEM.replace('+16', '+15')} //!\n{COMMIT}",
+        },
+        "tmem-race",
+        ("writes D to lane 0", "where its own operand A", "they overlap"),
+    ),
+    "an mma whose D overlaps its scale factors": (
+        {
+            "publish": f"{FILL_REGISTERS}\n{STORE}\n{WIDE}\n{WAIT_STORE}\n{BEFORE}\n" + STAGES["publish"],
+            "issue": f"{AFTER}\n{SCALED.replace('[%r40+17]', '[%r40+15]')} //!\n{COMMIT}",
+        },
+        "tmem-race",
+        ("writes D to lane 0", "where its own scale factors of B", "they overlap"),
     ),
     "an accumulator that is not waited for": (
         {
@@ -392,3 +414,10 @@ def test_a_load_used_on_one_path_only() -> None:
     used = f"setp.eq.u32 %p4, %warp, 0;\n@!%p4 bra UNUSED;\n{USE}\nUNUSED:"
     kernel = mma_kernel({"read": f"mov.b32 %r18, 0;\n{LOAD}\n{used}\n{ZERO_CELLS} //!"})
     assert_blamed(kernel, "tmem-load-not-waited", "by warp")
+
+
+@pytest.mark.parametrize("issue", [A_IN_TMEM, SCALED], ids=["A", "the scale factors"])
+def test_operands_beside_the_accumulator_do_not_overlap_it(issue: str) -> None:
+    stored = f"{FILL_REGISTERS}\n{WIDE}\n{WAIT_STORE}\n{BEFORE}\n" + STAGES["publish"]
+    read = {"read": f"{AFTER}\n{STAGES['read']}"}
+    assert_clean(mma_kernel({"publish": stored, "issue": f"{AFTER}\n{issue}\n{COMMIT}", **read}), {})

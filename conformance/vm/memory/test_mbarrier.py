@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance import SILICON
-from conformance.vm.kernel import EVERY_SCHEDULE, SYNC, Kernel, assert_blamed, assert_clean, wait
+from conformance.vm.kernel import (
+    EVERY_SCHEDULE,
+    SYNC,
+    Kernel,
+    assert_blamed,
+    assert_clean,
+    collected,
+    init,
+    slugs,
+    wait,
+)
 
 EXPECT = "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [mbar], {};"
 COMPLETE = "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [mbar], {};"
@@ -137,3 +147,17 @@ def test_lanes_that_initialise_an_mbarrier_with_unlike_counts() -> None:
     init = "mbarrier.init.shared::cta.b64 [mbar], {};"
     assert_blamed(Kernel(f"{declared}\n{init.format('%r1')} //!\nret;"), "mbarrier-misuse", "counts 1, 2, 3, 4")
     assert_clean(Kernel(f"{declared}\n{init.format('%r2')}\nret;"), {})
+
+
+def waited_once(again: str) -> Kernel:
+    """All threads wait for their own arrivals, which a barrier orders too."""
+    body = f""".shared .align 8 .b64 mbar; {init("mbar", count=64)}
+    mbarrier.arrive.shared::cta.b64 _, [mbar]; bar.sync 0;
+    AGAIN: mbarrier.test_wait.parity.shared::cta.b64 %p1, [mbar], 0; {again} ret;"""
+    return Kernel(body, block=(64, 1, 1))
+
+
+def test_a_wait_that_a_barrier_makes_needless_is_only_noted() -> None:
+    """Nothing reads its result, and nothing relies on it."""
+    found, _ = collected(waited_once(""))
+    assert slugs(found) == ["wait-result-unread"], f"found {list(map(str, found))}"
