@@ -159,7 +159,8 @@ class Binder:
     def braced(self, operand: Operand, *counts: int) -> tuple[Operand, ...]:
         """As `vector`, for an operand whose braces ptxas demands, even around one register."""
         if not isinstance(operand, Vector):
-            raise self.error(f"operand {operand} stands where a vector in braces is needed, as {{%r1}}")
+            name = operand.name if isinstance(operand, Register) else "an operand"
+            raise self.error(f"{name} stands where a vector in braces is needed, as {{{name}}}")
         return self.vector(operand, *counts)
 
     def pair(self, operand: Operand) -> tuple[Operand, Operand | None]:
