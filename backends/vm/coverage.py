@@ -26,6 +26,7 @@ NOT_ASKED = {
     "multimem.": "It needs a multicast object, which is memory of several GPUs.",
     "cvta{.to}.<space>.u32": "ptxas makes no machine code for 32-bit addresses for sm_90 and later.",
     "st.async{.weak}{.shared::cluster}.mbarrier": "It is from PTX 9.2, and the device's toolkit has PTX 9.0.",
+    "mov.<vec>": "ptxas makes of it one mov for each element, and those ran.",
     "call{.uni}": "Direct calls run in random programs, and only hashes of those are kept.",
 }
 """Why a form that ptxas takes for sm_90a has no witness on hardware, keyed by the beginning of its spelling."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from backends.vm.bind.availability import Version, missing
 from backends.vm.bind.binder import Binder
-from backends.vm.bind.forms import find
+from backends.vm.bind.forms import find, in_order
+from backends.vm.bind.operand_types import mistyped
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.machine.code import RegisterRows
 from conformance.acceptance.spellings import REGISTERS, Question
@@ -15,10 +16,13 @@ def why_not_bound(question: Question) -> str | None:
     rows = RegisterRows.of(
         {f"%{letter}": kind[1:] for letter, kind in REGISTERS.items()}, {"buf": "shared", "par": "param"}
     )
-    instruction = question.instruction()
+    instruction = in_order(question.instruction())
     try:
         form, words = find(instruction)
-        form.bind(Binder(instruction, words, rows))
+        binder = Binder(instruction, words, rows)
+        form.bind(binder)
+        if (reason := mistyped(instruction, rows.types)) is not None:
+            raise binder.error(reason)
     except UnknownInstructionError as refusal:
         return str(refusal)
     return None
@@ -26,5 +30,4 @@ def why_not_bound(question: Question) -> str | None:
 
 def why_not_available(question: Question, target: str, version: Version) -> str | None:
     """The machine's refusal for this target and version; None if they have the instruction."""
-    operands = len([one for one in question.operands.split("; ") if one])
-    return missing(tuple(question.opcode.split(".")), operands, target, version)
+    return missing(in_order(question.instruction()), target, version)

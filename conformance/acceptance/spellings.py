@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 
 from backends.vm import isa  # noqa: F401  (registers every instruction family)
-from backends.vm.bind.forms import Form, all_forms
+from backends.vm.bind.forms import Form, all_forms, in_order
 from backends.vm.ptx.ast import Address, Immediate, Instruction, Negated, Operand, Pair, Register, Sink, Symbol, Vector
 from conformance.silicon.lanewise.programs import applied
 
@@ -67,6 +67,8 @@ def _parsed(operand: str) -> Operand:
         return Sink()
     if operand in REGISTERS:
         return Register(f"%{operand}")
+    if operand[0] == "%":
+        return Register(operand)
     if operand[0] == "!":
         return Negated(Register(f"%{operand[1:]}"))
     if "|" in operand:
@@ -159,7 +161,9 @@ def _letter(type_name: str) -> str:
 
 def questions_of(parts: tuple[str, ...]) -> list[Question]:
     """Returns the spelling with each operand list that it may take. It counts as accepted if one of them is."""
-    return [Question(".".join(parts), operands) for operands in dict.fromkeys(_operands(parts))]
+    opcode = ".".join(parts)
+    ordered = in_order(Instruction(parts, (), None, 1, opcode)).parts
+    return [Question(opcode, operands) for operands in dict.fromkeys(_operands(ordered))]
 
 
 def _operands(parts: tuple[str, ...]) -> list[str]:
@@ -224,6 +228,8 @@ def _cvt(parts: tuple[str, ...]) -> list[str]:
     if "x4" in to:
         return [f"{'h' if to == 'e2m1x4' else 'r'}; {{r*4}}; r"]
     d, s = _letter(to), _letter(source)
+    if "bf16" in (to, source):
+        d, s = ("c" if to[1:] == "8" else d), ("c" if source[1:] == "8" else s)
     values = f"{s}; {s}" if to.endswith("x2") and source == "f32" else s
     scaled = "; h" if any(part.startswith("scaled") for part in parts) else ""
     bits = "; r" if "rs" in parts else ""
@@ -418,6 +424,11 @@ _PATTERNS: tuple[tuple[str, str | tuple[str, ...]], ...] = (
     (r"lop3\.(and|or)", "r|p; r; r; r; 7; p"),
     (r"(min|max)\.\S*xorsign\S*\.f32", "r; r; r"),
     (r"mov\.b128", "q; q"),
+    (r"mov\.v2\.\w16", "{h*2}; {h*2}"),
+    (r"mov\.v4\.\w16", ("{h*4}; {h*4}", "{h*4}; %tid")),
+    (r"mov\.v2\.\w32", "{r*2}; {r*2}"),
+    (r"mov\.v4\.\w32", ("{r*4}; {r*4}", "{r*4}; %tid")),
+    (r"mov\.v2\.\w64", "{l*2}; {l*2}"),
     (r"cvta\.\S*u64", "l; l"),
     (r"cvta\.\S*u32", "r; r"),
     (r"isspacep", "p; l"),

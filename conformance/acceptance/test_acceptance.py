@@ -95,6 +95,26 @@ def test_a_target_that_is_refused_too_often_would_be_noticed(monkeypatch: pytest
         ("sm_90a", "9.2", "cvt.rn.satfinite.e2m3x2.f32 %h, %r, %r", "needs target sm_100 or higher"),
         ("sm_100a", "9.2", "wgmma.fence.sync.aligned", "needs target sm_90a, and the module is for sm_100a"),
         ("sm_100a", "8.6", "cvt.rn.satfinite.e4m3x2.bf16x2 %h, %r", "needs PTX version 9.1 or later"),
+        (
+            "sm_90a",
+            "9.2",
+            "cp.async.bulk.tensor.2d.tile::gather4.shared::cta.global.mbarrier::complete_tx::bytes "
+            "[%r], [%l, {%r, %r, %r, %r, %r}], [%r]",
+            "needs target sm_100 or higher",
+        ),
+        (
+            "sm_100",
+            "9.2",
+            "cp.async.bulk.tensor.2d.global.tile::scatter4.shared::cta.bulk_group [%l, {%r, %r, %r, %r, %r}], [%r]",
+            "needs target sm_100a",
+        ),
+        (
+            "sm_90a",
+            "9.2",
+            "tensormap.replace.tile.elemtype.shared::cta.b1024.b32 [%r], 13",
+            "needs target sm_100 or higher",
+        ),
+        ("sm_100a", "9.2", "tensormap.replace.tile.swizzle_mode.shared::cta.b1024.b32 [%r], 4", "needs target sm_103a"),
         ("sm_100a", "9.2", "red.acquire.gpu.global.add.u32 [%l], %r", "red has no .acquire"),
     ],
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from backends.vm.ptx.ast import Immediate, Instruction
 from backends.vm.tensor.tma_box import REDUCED_TYPES
 
 Version = tuple[int, int]
@@ -26,7 +27,8 @@ class Feature:
     `since` is the first architecture that has it, as 90 for sm_90. `specific`: from there on it needs a target of one
     architecture (sm_100a) or of a family (sm_100f); a target whose code runs on all later ones (sm_100) does not have
     it. `only` lists all targets that have it, where `since` would include too many. `version` is the first PTX version
-    with it. `operands`: it applies only with this number of operands.
+    with it. `operands`: it applies only with this number of operands. `constants`: only if the last operand is one of
+    these.
     """
 
     pattern: str
@@ -35,6 +37,7 @@ class Feature:
     only: str = ""
     version: Version = OLDEST
     operands: int | None = None
+    constants: range | None = None
 
 
 _TENSOR_CORE = "sm_100a sm_103a sm_100f sm_103f"
@@ -84,6 +87,8 @@ FEATURES = (
     Feature(r"cvt\.r[nz]\S*satfinite\S*\.b?f16(x2)?\.f32", version=(8, 1)),
     Feature(r"cvt\.\S*scaled::n2::ue8m0", since=100, specific=True, version=(9, 1)),
     Feature(r"tensormap\.replace\S*swizzle_atomicity", since=100, specific=True),
+    Feature(r"tensormap\.replace\S*elemtype", since=100, specific=True, version=(8, 7), constants=range(13, 16)),
+    Feature(r"tensormap\.replace\S*swizzle_mode", only="sm_103a sm_103f", version=(8, 8), constants=range(4, 5)),
     Feature(r"tensormap\.(replace|cp_fenceproxy)", version=(8, 3)),
     Feature(r"tensormap\.replace", since=90, specific=True),
     Feature(r"fence\.proxy\.tensormap", version=(8, 3)),
@@ -121,21 +126,33 @@ FEATURES = (
 )  # fmt: skip
 
 
-def missing(parts: tuple[str, ...], operands: int, target: str, version: Version) -> str | None:
-    """Why ptxas refuses the spelling `parts` with that many operands for `target` ("sm_90a"), or None."""
-    features, reason = _known(parts, operands)
+def missing(instruction: Instruction, target: str, version: Version) -> str | None:
+    """Why ptxas refuses the instruction for `target` ("sm_90a"), or None. Its modifiers are in the order of its form
+    (backends.vm.bind.forms.in_order)."""
+    operands = instruction.operands
+    features, reason = _known(instruction.parts, len(operands))
+    last = operands[-1].value if operands and isinstance(operands[-1], Immediate) else None
     for feature in features:
-        if feature.only and target not in feature.only.split():
-            return f"it needs target {' or '.join(feature.only.split())}, and the module is for {target}"
-        number = int(re.sub(r"\D", "", target) or 0)
-        if number < feature.since:
-            return f"it needs target sm_{feature.since} or higher, and the module is for {target}"
-        if feature.specific and target[-1] not in "af":
-            return f"it needs a target such as sm_{feature.since}a, and the module is for {target}"
-        if version < feature.version:
-            needed, given = (".".join(map(str, one)) for one in (feature.version, version))
-            return f"it needs PTX version {needed} or later, and the module is of version {given}"
+        if feature.constants is not None and last not in feature.constants:
+            continue
+        if (lacking := _lacking(feature, target, version)) is not None:
+            return lacking
     return reason
+
+
+def _lacking(feature: Feature, target: str, version: Version) -> str | None:
+    """What `target` or `version` lacks of a feature, or None."""
+    if feature.only and target not in feature.only.split():
+        return f"it needs target {' or '.join(feature.only.split())}, and the module is for {target}"
+    number = int(re.sub(r"\D", "", target) or 0)
+    if number < feature.since:
+        return f"it needs target sm_{feature.since} or higher, and the module is for {target}"
+    if feature.specific and target[-1] not in "af":
+        return f"it needs a target such as sm_{feature.since}a, and the module is for {target}"
+    if version < feature.version:
+        needed, given = (".".join(map(str, one)) for one in (feature.version, version))
+        return f"it needs PTX version {needed} or later, and the module is of version {given}"
+    return None
 
 
 @cache
@@ -324,8 +341,6 @@ def _conversion(parts: tuple[str, ...], words: Words) -> Iterator[str]:
         (low, high), (least, most) = (_range(*one.groups()) for one in integers if one)
         if low <= least and most <= high:
             yield f"a .{source} always fits a .{to}, so .sat does not go with it"
-    if source == "bf16" and integers[0] and ("sat" in words or to in ("u8", "s8")):
-        yield f"bf16 becomes no .{to}" if "sat" not in words else "bf16 to integers has no .sat"
     if {"rna", "relu"} <= words:
         yield ".rna and .relu exclude each other"
 

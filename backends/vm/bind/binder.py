@@ -157,6 +157,13 @@ class Binder:
             raise self.error(f"a vector of {len(items)} where {' or '.join(map(str, counts))} are needed")
         return items
 
+    def braced(self, operand: Operand, *counts: int) -> tuple[Operand, ...]:
+        """As `vector`, for an operand whose braces ptxas demands, even around one register."""
+        if not isinstance(operand, Vector):
+            name = operand.name if isinstance(operand, Register) else "an operand"
+            raise self.error(f"{name} stands where a vector in braces is needed, as {{{name}}}")
+        return self.vector(operand, *counts)
+
     def pair(self, operand: Operand) -> tuple[Operand, Operand | None]:
         """Both destinations of `%d|%p`, or the only one and None."""
         return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)

@@ -2,8 +2,12 @@
 
 A form such as `add{.<rnd>}{.ftz}{.sat}.f32` is matched against the dotted parts of an instruction: literals are
 required, `{...}` is optional, `<rnd>` stands for one of the words listed for it. An instruction that no form lists is
-refused by name, with the closest forms. Nothing is guessed. Where ptxas accepts the modifiers of a family in any order
-and compilers use that, so does the table (ANY_ORDER).
+refused by name, with the closest forms. Nothing is guessed.
+
+ptxas takes the words behind an instruction's name in any order, unlike the ISA's syntax, and compilers, libcu++ and
+people use that (`red.add.f32.global`, `setp.u32.eq`). So does the table: `in_order` puts them into the order of the
+form. Which words make up the name, and which modifiers keep their order among themselves, was asked of ptxas 13.5 for
+every form with every two neighbours exchanged.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.machine.code import Step
@@ -86,46 +92,81 @@ def _compile(spelling: str, words: Mapping[str, str]) -> tuple[_Slot, ...]:
     return tuple(slots)
 
 
-ANY_ORDER = (
-    ("atom",),
-    ("red",),
-    ("ld",),
-    ("st",),
-    ("ldmatrix",),
-    ("stmatrix",),
-    ("tcgen05", "cp"),
-    ("cp", "async", "bulk"),
-    ("cp", "reduce", "async", "bulk"),
+_NAMES: Mapping[str, frozenset[str]] = {
+    first: frozenset(words.split())
+    for first, words in {
+        "bar": "warp cta sync arrive red",
+        "barrier": "cluster cta arrive red wait",
+        "clusterlaunchcontrol": "try_cancel async query_cancel",
+        "cp": "async bulk reduce prefetch tensor mbarrier arrive commit_group wait_group wait_all",
+        "createpolicy": "cvt fractional range",
+        "cvt": "pack",
+        "cvta": "to",
+        "div": "full",
+        **dict.fromkeys(("mul", "mul24", "mad", "mad24", "madc", "dp2a"), "lo hi wide"),
+        "fence": "proxy",
+        "mbarrier": "init inval arrive arrive_drop expect_tx complete_tx pending_count test_wait try_wait parity",
+        "multimem": "ld_reduce red st cp reduce async bulk",
+        "red": "async",
+        "setmaxnreg": "inc dec",
+        "shf": "l r",
+        "st": "async bulk",
+        "tcgen05": "alloc dealloc relinquish_alloc_permit ld st red wait::ld wait::st cp shift mma ws commit",
+        "tensormap": "replace cp_fenceproxy",
+        "wgmma": "fence commit_group wait_group mma_async",
+        "wmma": "load store mma a b c d",
+    }.items()
+}
+"""Words that belong to the name of an instruction, by its first word. They stay in front, in order."""
+_TYPE = re.compile(r"(?!b1024)(pred|[busf]\d+(x\d+)?(_p\d+)?|bf16(x2)?|tf32|u?e\d+m\d(x\d)?|s2f6x2)")
+_IN_ORDER = (
+    ("a type", _TYPE),
+    ("a state space", re.compile(r"(global|local|const|shared|param)(::(cta|cluster|entry|func))?")),
+    ("a layout", re.compile(r"row|col")),
+    ("an eviction priority", re.compile(r"L2::evict_\w+")),
+    ("an operation on bits", re.compile(r"and|or|xor|popc")),
 )
-"""Families whose modifiers ptxas accepts in any order (tested with 13.5), as long as types keep their order and state
-spaces theirs: libcu++ and Triton write them in orders of their own. The words of each tuple stay in front."""
-_ORDERED = re.compile(r"(pred|[busf]\d+(x\d+)?|bf16(x2)?|global|local|const|shared|param)(::|$)")
+"""Modifiers of one kind keep their order among themselves: the first type is the destination's, and so on."""
 
 
-def _match_in_any_order(form: Form, parts: tuple[str, ...]) -> Mapping[str, str] | None:
-    """As Form.match, with the parts after the family's name in any order. Types and spaces must keep theirs."""
-    family = next((one for one in ANY_ORDER if parts[: len(one)] == one), None)
-    if family is None:
+def is_type(part: str) -> bool:
+    """Whether a word of an opcode names a type, packed ones included."""
+    return _TYPE.fullmatch(part) is not None
+
+
+@cache
+def _kind_of(first: str, part: str) -> str:
+    """The kind of a word whose order counts, "" for one that may stand anywhere behind the name."""
+    if part in _NAMES.get(first, ()):
+        return "the name"
+    return next((kind for kind, pattern in _IN_ORDER if pattern.fullmatch(part)), "")
+
+
+def _ordered_for(form: Form, parts: tuple[str, ...]) -> tuple[str, ...] | None:
+    """`parts` in the order of a form, or None if it has others. Behind the name, words of one kind keep their order."""
+    first, rest = parts[0], parts[1:]
+    kinds = [_kind_of(first, part) for part in rest]
+    named = kinds.count("the name")
+    if kinds[:named].count("the name") != named or first not in form.slots[0].choices:
         return None
 
-    def search(slot: int, left: list[str], found: dict[str, str]) -> dict[str, str] | None:
+    def search(slot: int, left: tuple[int, ...], found: tuple[str, ...]) -> tuple[str, ...] | None:
         if slot == len(form.slots):
             return None if left else found
         here = form.slots[slot]
-        first = {_is_space(part): part for part in reversed(left) if _ORDERED.match(part)}
-        for index, part in enumerate(left[:1] if slot < len(family) else left):
-            if part not in here.choices or (_ORDERED.match(part) and part != first[_is_space(part)]):
-                continue
-            rest = [*left[:index], *left[index + 1 :]]
-            if (done := search(slot + 1, rest, {**found, here.name: part})) is not None:
-                return done
-        return search(slot + 1, left, {**found, here.name: ""}) if here.optional else None
+        seen = set[str]()
+        for index in left:
+            kind, part = kinds[index], rest[index]
+            waits = kind in seen
+            if kind:
+                seen.add(kind)
+            if part in here.choices and not waits:
+                others = tuple(one for one in left if one != index)
+                if (done := search(slot + 1, others, (*found, part))) is not None:
+                    return done
+        return search(slot + 1, left, found) if here.optional else None
 
-    return search(0, list(parts), {})
-
-
-def _is_space(part: str) -> bool:
-    return part.startswith(("global", "local", "const", "shared", "param"))
+    return search(1, tuple(range(len(rest))), (first,))
 
 
 _DOWN = "no text says whether row i becomes row i + 1 or row i - 1, and what the last row holds then "
@@ -200,17 +241,25 @@ def opcode(
     return register
 
 
+def in_order(instruction: Instruction) -> Instruction:
+    """The instruction with its modifiers in the order of its form. Itself if they are, or if no form has them."""
+    parts = _in_order(instruction.parts)
+    return instruction if parts == instruction.parts else msgspec.structs.replace(instruction, parts=parts)
+
+
+@cache
+def _in_order(parts: tuple[str, ...]) -> tuple[str, ...]:
+    family = _TABLE.get(parts[0], [])
+    if any(form.match(parts) is not None for form in family):
+        return parts
+    return next((ordered for form in family if (ordered := _ordered_for(form, parts)) is not None), parts)
+
+
 @cache
 def _lookup(parts: tuple[str, ...]) -> tuple[Form, Mapping[str, str]] | None:
-    for form in _TABLE.get(parts[0], []):
-        words = form.match(parts)
-        if words is not None:
-            return form, words
-    for form in _TABLE.get(parts[0], []):
-        words = _match_in_any_order(form, parts)
-        if words is not None:
-            return form, words
-    return None
+    ordered = _in_order(parts)
+    matches = ((form, form.match(ordered)) for form in _TABLE.get(parts[0], []))
+    return next(((form, words) for form, words in matches if words is not None), None)
 
 
 def find(instruction: Instruction) -> tuple[Form, Mapping[str, str]]:

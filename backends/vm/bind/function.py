@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import is_
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +24,7 @@ from backends.vm.bind.flow import (
     replace_unread,
     touched_by,
 )
-from backends.vm.bind.forms import Form, bind_in_ring, find
+from backends.vm.bind.forms import Form, bind_in_ring, find, in_order
 from backends.vm.bind.lanes import RunFinder
 from backends.vm.bind.operand_types import mistyped
 from backends.vm.counting import count_nonzero
@@ -213,6 +215,7 @@ def build(
     machine does not have.
     """
     known = Relatives() if relatives is None else relatives
+    function = _in_order(function)
     rows = known.rows_for(function.registers, symbol_spaces, (target, version))
     bound = [
         known.instruction(one, rows) or _bind(one, rows, target, version, ring=ring) for one in function.instructions
@@ -230,6 +233,14 @@ def build(
     if relatives is not None:
         relatives.leave((target, version), rows, bound)
     return Code(function, [_block(function, bound, block, block_of, rows) for block in blocks], rows, unwritten)
+
+
+def _in_order(function: Function) -> Function:
+    """The function with the modifiers of its instructions in the order of their forms."""
+    ordered = tuple(map(in_order, function.instructions))
+    if all(map(is_, ordered, function.instructions)):
+        return function
+    return msgspec.structs.replace(function, instructions=ordered)
 
 
 def _in_ring(form: Form, binder: Binder) -> Step:
@@ -263,7 +274,7 @@ def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Ve
         guard = (key[1], instruction.guard.negated)
         binder.uses.append(key)
     step = _in_ring(form, binder) if ring else form.bind(binder)
-    refusal = missing(instruction.parts, len(instruction.operands), target, version)
+    refusal = missing(instruction, target, version)
     refusal = refusal or mistyped(instruction, rows.types)
     if refusal is not None:
         raise binder.error(refusal)

@@ -1,9 +1,12 @@
-"""Whether the declared type of a register fits the type of an instruction (PTX ISA 9.2, 9.4.1).
+"""Whether the type of a register fits the type of an instruction (PTX ISA 9.2, 9.4.1, 10).
 
 An integer register takes integer and bit types, a floating-point register floating-point and bit types, and a .bX
 register takes every type. Checked are registers and instructions of one integer or floating-point type: packed types,
 bf16 and instructions that mix types in other ways than cvt are left to the widths. So are vectors, which ptxas 13.5
 does not check either.
+
+Special registers are read by mov and by cvt between integers alone, as ptxas 13.5 has it; it does not look at those in
+an address or a vector.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from backends.vm.ptx.ast import Address, Instruction, Operand, Register
+from backends.vm.bind.forms import is_type
+from backends.vm.ptx.ast import Address, Instruction, Negated, Operand, Register
+from backends.vm.ptx.functions import is_special
 
 _INTEGERS: Final = frozenset(f"{sign}{width}" for sign in "us" for width in (8, 16, 32, 64))
+_BYTES: Final = frozenset({"u8", "s8"})
 _FLOATS: Final = frozenset({"f16", "f32", "f64"})
 _ALL_OPERANDS: Final = frozenset(
     {
@@ -28,6 +34,19 @@ _DATA: Final = {"ld": 0, "ldu": 0, "st": 1}
 
 def mistyped(instruction: Instruction, types: Mapping[str, str]) -> str | None:
     """The reason why a register does not fit, or None. `types`: the declared type of each register."""
+    for operand in instruction.operands:
+        inner = operand.operand if isinstance(operand, Negated) else operand
+        if not isinstance(inner, Register) or inner.name in types or not is_special(inner.name):
+            continue
+        if not _reads_special(instruction):
+            return (
+                f"`{inner.name}` is a special register; only mov and cvt between integers read those (PTX ISA 10), so "
+                "move it to a register first"
+            )
+    if instruction.parts[0] == "cvt" and "bf16" in instruction.parts:
+        for operand, kind in zip(instruction.operands, instruction.parts[-2:], strict=False):
+            if kind in _BYTES and isinstance(operand, Register) and types.get(operand.name) not in {*_BYTES, "b8"}:
+                return f"from or to bf16, .{kind} takes a register of 8 bits, and `{operand.name}` has more"
     for operand, kind in _typed(instruction):
         wrong = _FLOATS if kind in _INTEGERS else _INTEGERS
         if isinstance(operand, Register) and (declared := types.get(operand.name)) in wrong:
@@ -42,10 +61,16 @@ def mistyped(instruction: Instruction, types: Mapping[str, str]) -> str | None:
     return None
 
 
+def _reads_special(instruction: Instruction) -> bool:
+    first, *words = instruction.parts
+    named = {word for word in words if is_type(word)}
+    return (first == "mov" and not named & _FLOATS) or (first == "cvt" and named <= _INTEGERS)
+
+
 def _typed(instruction: Instruction) -> Iterator[tuple[Operand, str]]:
     """The operands whose type is known, with it."""
     parts, operands = instruction.parts, instruction.operands
-    named = [part for part in parts[1:] if _is_type(part)]
+    named = [part for part in parts[1:] if is_type(part)]
     simple = [part for part in named if part in _INTEGERS or part in _FLOATS]
     if simple != named:
         return
@@ -55,8 +80,3 @@ def _typed(instruction: Instruction) -> Iterator[tuple[Operand, str]]:
         yield from ((one, named[0]) for one in operands)
     elif len(named) == 1 and parts[0] in _DATA and len(operands) > _DATA[parts[0]]:
         yield operands[_DATA[parts[0]]], named[0]
-
-
-def _is_type(part: str) -> bool:
-    """Whether a word of an opcode names a type, packed ones included."""
-    return part.lstrip("befmstu")[:1].isdigit() and not part[0].isdigit() and "::" not in part

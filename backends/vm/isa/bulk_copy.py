@@ -156,6 +156,9 @@ class _TensorOperand:
             raise b.error("the tensor operand must be [map, {coordinates}]")
         self._address = b.address(Address(operand.base, operand.offset))
         items = [item for part in operand.coordinates for item in b.vector(part)]
+        needed = 5 if b.words["mode"] in ("tile::gather4", "tile::scatter4") else int(b.words["dim"][0])
+        if len(items) != needed:
+            raise b.error(f"{counted(len(items), 'coordinate')} where {needed} are needed")
         self._rows = [b.source(item, "s32") for item in items]
 
     def tensor_map(self, warp: Warp, lane: int) -> TensorMap:
@@ -217,7 +220,7 @@ def _check_base(warp: Warp, lane: int, tensor_map: TensorMap, coordinates: list[
 
 def _offsets(b: Binder, operand: Operand) -> list[int]:
     """Register rows of the im2col offsets, width first: one per dimension between channels and images."""
-    return [b.source(item, "u16") for item in b.vector(operand, int(b.words["dim"][0]) - 2)]
+    return [b.source(item, "u16") for item in b.braced(operand, int(b.words["dim"][0]) - 2)]
 
 
 def _read_global(warp: Warp, plan: BoxPlan, tensor_map: TensorMap) -> Read:
@@ -253,10 +256,8 @@ def _missing(buffer: Buffer, offsets: npt.NDArray[np.int64], piece_bytes: int) -
 
 
 @opcode("cp.async.bulk.tensor.<dim>.<dst>.global{.<mode>}.mbarrier::complete_tx::bytes{.multicast::cluster}"
-        "{.<group>}{.L2::cache_hint}",
-        "cp.async.bulk.tensor.<dim>.<dst>.global{.<mode>}.mbarrier::complete_tx::bytes{.multicast::cluster}"
-        ".L2::cache_hint.<group>", section="9.7.9.27.1.2", counter="tma", dim=_DIMS, dst="shared::cluster shared::cta",
-        mode=_MODES, group="cta_group::1 cta_group::2")  # fmt: skip
+        "{.<group>}{.L2::cache_hint}", section="9.7.9.27.1.2", counter="tma", dim=_DIMS,
+        dst="shared::cluster shared::cta", mode=_MODES, group="cta_group::1 cta_group::2")  # fmt: skip
 def tensor_load(b: Binder) -> Step:
     """Copy a box from global to shared memory and signal complete_tx on an mbarrier."""
     multicast, pair = bool(b.words["multicast::cluster"]), b.words["group"] == "cta_group::2"
@@ -610,6 +611,16 @@ def _learn(warp: Warp, group: ThreadGroups, read: int, written: int) -> None:
 @opcode("prefetch{.<space>}.tensormap", section="9.7.9.15", counter="tma", space="param const")
 def prefetch(b: Binder) -> Step:
     """Do nothing: caches do not change results here."""
-    if b.words.get("mode") == "im2col":
-        _offsets(b, b.hinted(2)[1])
+    if "dim" in b.words:
+        pixels = b.words["mode"] == "im2col"
+        source, *rest = b.hinted(1 + pixels)
+        _TensorOperand(b, source)
+        for offsets in rest:
+            _offsets(b, offsets)
+    elif "L2" in b.words:
+        place, size = b.hinted(2)
+        b.address(place)
+        b.source(size, "u32")
+    else:
+        b.address(b.expect(1)[0])
     return lambda warp: None

@@ -17,7 +17,7 @@ from backends.vm.machine.cta import Cta
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import OFFSET_MASK
-from backends.vm.ptx.ast import Operand, Sink
+from backends.vm.ptx.ast import Operand, Register, Sink
 
 _SPACE = "shared shared::cta shared::cluster"
 _SEM = "release relaxed acquire"
@@ -116,13 +116,15 @@ _ARRIVE_FORM = "{.<tx>}{.<sem>}{.<scope>}{.<space>}.b64"
         nocomplete="noComplete")  # fmt: skip
 def arrive(b: Binder) -> Step:
     """Arrive. expect_tx first raises the transaction count. The token holds the phase of the arrival."""
-    operands = list(b.expect(1, 2, 3))
-    d = operands.pop(0) if len(operands) > 1 and not _is_address(operands[0]) else None
+    counted = b.words.get("tx") or b.words.get("nocomplete")
+    d, *operands = b.expect(3) if counted else b.expect(2, 3)
+    if b.words.get("space") == "shared::cluster" and isinstance(d, Register):
+        raise b.error(f"with .shared::cluster it returns no token, so `_` must stand where `{d.name}` does")
     find = places(b, operands[0], remote=True)
     row = b.source(operands[1], "u32") if len(operands) > 1 else None
     expects, drop = b.words.get("tx") == "expect_tx", b.instruction.parts[1] == "arrive_drop"
     relaxed, narrow = b.words.get("sem") == "relaxed", b.words.get("scope") == "cta"
-    token = b.destination(d, "u64") if d is not None and not isinstance(d, Sink) else None
+    token = None if isinstance(d, Sink) else b.destination(d, "u64")
 
     def step(warp: Warp) -> None:
         warp.cta.machine.engine.repeat()
@@ -139,10 +141,6 @@ def arrive(b: Binder) -> Step:
             warp.next_epoch(warp.active_bits())
 
     return step
-
-
-def _is_address(operand: Operand) -> bool:
-    return type(operand).__name__ == "Address"
 
 
 def _token(barrier: MBarrier) -> np.uint64:

@@ -10,6 +10,7 @@ from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import counted
 from backends.vm.machine.code import LANES
+from backends.vm.machine.special import components, reads_in_part
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
 from backends.vm.numerics.traced import is_traced, taken
@@ -20,7 +21,7 @@ Words = npt.NDArray[np.uint32]
 _PAIR = {(32, 16): "u16x2", (64, 32): "u32x2"}
 """The view of a register as two halves, by its width and the halves' width."""
 _SCALARS = "b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64"
-CLOCKS = {
+_CLOCKS = {
     "%clock": 32,
     "%clock_hi": 32,
     "%clock64": 64,
@@ -40,14 +41,19 @@ def mov(b: Binder) -> Step:
     """Copy a register, a literal or an address, or pack or unpack a vector of narrower registers."""
     d, a = b.expect(2)
     width = bits_of(b.words["type"])
+    if isinstance(a, Register) and a.name in _CLOCKS:
+        return _clock(b, d, a.name, width)
+    if isinstance(a, Register) and width == 128:
+        a = _whole(a)
     if isinstance(d, Vector):
         return _unpack(b, d, a, width)
     if isinstance(a, Vector):
         return _pack(b, d, a, width)
-    if isinstance(a, Register) and a.name in CLOCKS:
-        return _clock(b, d, width)
     view = _VIEW[width]
-    rd, ra = b.destination(d, view), b.source(a, view)
+    rd, (wide, ra) = b.destination(d, view), _read(b, a, width)
+    if wide != view:
+        return lambda warp: np.copyto(getattr(warp, view)[rd], getattr(warp, wide)[ra], where=warp.where,
+                                      casting="unsafe")  # fmt: skip
 
     def step(warp: Warp) -> None:
         rows = getattr(warp, view)
@@ -65,13 +71,55 @@ def _fast_copy(rd: int, ra: int, view: str) -> Step:
     return lambda warp: np.copyto(warp.u64[rd], warp.u64[ra], where=warp.where)
 
 
-def _clock(b: Binder, d: Operand, width: int) -> Step:
+def _read(b: Binder, a: Operand, width: int) -> tuple[str, int]:
+    """View and row of a source, which is wider if it is a special register that is read in part."""
     view = _VIEW[width]
-    rd = b.destination(d, view)
+    if isinstance(a, Register) and reads_in_part(a.name, width):
+        return f"u{b.width(a)}", b.source(a, view, wider=True)
+    return view, b.source(a, view)
+
+
+def _whole(a: Operand) -> Operand:
+    """The components of a special register that is a vector; any other operand itself."""
+    names = components(a.name) if isinstance(a, Register) else ()
+    return Vector(tuple(map(Register, names))) if names else a
+
+
+def _clock(b: Binder, d: Operand, name: str, width: int) -> Step:
+    """Copy or unpack a clock, which counts the steps of the launch."""
+    if width != _CLOCKS[name]:
+        raise b.error(f"`{name}` holds {_CLOCKS[name]} bits, and `mov.{b.words['type']}` copies {width}")
+    items = b.vector(d)
+    part = width // len(items)
+    if part not in (16, 32, 64):
+        raise b.error(f"{width} bits do not make {counted(len(items), 'part')}")
+    view = _VIEW[part]
+    rows = [(part * at, b.destination(item, view)) for at, item in enumerate(items)]
 
     def step(warp: Warp) -> None:
         elapsed = warp.cta.machine.step_budget - warp.cta.machine.steps_left
-        np.copyto(getattr(warp, view)[rd], np.array(elapsed & (2**width - 1), f"u{width // 8}"), where=warp.where)
+        for low, row in rows:
+            value = np.array(elapsed >> low & (2**part - 1), f"u{part // 8}")
+            np.copyto(getattr(warp, view)[row], value, where=warp.where)
+
+    return step
+
+
+@opcode("mov.<vec>.<type>", section="9.7.9.3", counter="move", vec="v2 v4", type="b16 u16 s16 b32 u32 s32 f32")
+@opcode("mov.<vec>.<type>", section="9.7.9.3", counter="move", vec="v2", type="b64 u64 s64 f64")
+def mov_vector(b: Binder) -> Step:
+    """Copy a vector of registers, or a special register that is a vector (PTX ISA 10.1). Section 9.7.9.3 does not list
+    it; ptxas 13.5 makes the machine code of one mov for each element."""
+    d, a = b.expect(2)
+    count, width = int(b.words["vec"][1:]), bits_of(b.words["type"])
+    view = _VIEW[width]
+    sources = [_read(b, item, width) for item in b.braced(_whole(a), count)]
+    targets = [b.destination(item, view) for item in b.braced(d, count)]
+
+    def step(warp: Warp) -> None:
+        values = [np.array(getattr(warp, wide)[row]) for wide, row in sources]
+        for row, value in zip(targets, values, strict=True):
+            np.copyto(getattr(warp, view)[row], value, where=warp.where, casting="unsafe")
 
     return step
 

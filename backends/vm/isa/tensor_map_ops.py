@@ -50,7 +50,8 @@ def _from_smem(warp: Warp, offset: int) -> Bytes:
     return found
 
 
-_CONSTANT_FIELDS = ("elemtype", "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode")
+_MOST = {"elemtype": 15, "interleave_layout": 2, "swizzle_mode": 4, "swizzle_atomicity": 3, "fill_mode": 1}
+"""The fields whose new value is a constant, and the largest one (PTX ISA 9.7.9.28, Table 33)."""
 
 
 @opcode("tensormap.replace.tile.<field>{.<space>}.b1024.b64", section="9.7.9.28", counter="tma", space=_SPACES,
@@ -66,8 +67,8 @@ def replace(b: Binder) -> Step:
     ordinal = b.immediate(operands[1]) if counted else 0
     if counted and not 0 <= ordinal < ORDINALS[field]:
         raise b.error(f"the ordinal {ordinal} of {field}; it must be 0..{ORDINALS[field] - 1}")
-    if field in _CONSTANT_FIELDS:
-        b.immediate(operands[-1])
+    if field in _MOST and not 0 <= (value := b.immediate(operands[-1])) <= _MOST[field]:
+        raise b.error(f"the new {field} is {value}; it must be 0..{_MOST[field]}")
     view = "u64" if b.instruction.parts[-1] == "b64" else "u32"
     address, row, line = b.address(operands[0]), b.source(operands[-1], view), b.instruction.line
 

@@ -267,7 +267,7 @@ def load(b: Binder) -> Step:
     (see backends.vm.bind.flow)."""
     d, a, *rest = b.expect(2, 3)
     layout = _layout(b, rest[0] if rest else None)
-    items = b.vector(d, len(layout.lanes))
+    items = b.braced(d, len(layout.lanes))
     rows = [(i, b.destination(item, "u32")) for i, item in enumerate(items) if not isinstance(item, Sink)]
     address, line = _address_row(b, a), b.instruction.line
 
@@ -317,7 +317,7 @@ def store(b: Binder) -> Step:
     """Copy registers to tensor memory. The cells may not be read before this warp's tcgen05.wait::st."""
     a, *rest = b.expect(2, 3)
     layout = _layout(b, rest[0] if len(rest) == 2 else None)
-    rows = [b.source(item, "u32") for item in b.vector(rest[-1], len(layout.lanes))]
+    rows = [b.source(item, "u32") for item in b.braced(rest[-1], len(layout.lanes))]
     address, line = _address_row(b, a), b.instruction.line
 
     def step(warp: Warp) -> None:

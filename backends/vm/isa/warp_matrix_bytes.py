@@ -49,7 +49,7 @@ def ldmatrix_bytes(b: Binder) -> Step:
     d, address = b.expect(2)
     square = "m16n16" in b.instruction.parts
     height, matrices = (16 if square else 8), int(b.words["count"][1:])
-    rows = [b.destination(item, "u32") for item in b.vector(d, matrices * height // 8)]
+    rows = [b.destination(item, "u32") for item in b.braced(d, matrices * height // 8)]
     addresses_of, what, space = b.address(address), b.instruction.opcode, b.words["space"]
     packed = b.words.get("format", "")
 
@@ -72,7 +72,7 @@ def stmatrix_bytes(b: Binder) -> Step:
     """Store transposed 16x8 matrices of bytes: eight rows of 16 bytes each."""
     address, source = b.expect(2)
     matrices = int(b.words["count"][1:])
-    held = [b.source(item, "u32") for item in b.vector(source, matrices)]
+    held = [b.source(item, "u32") for item in b.braced(source, matrices)]
     addresses_of, what, space = b.address(address), b.instruction.opcode, b.words["space"]
     line = b.instruction.line
 

@@ -188,10 +188,10 @@ def _operands(b: Binder, *fragments: Fragment) -> tuple[list[int], list[list[int
     """Register rows of D, and of A, B and C. Vectors must have as many registers as their fragments."""
     d, *sources = b.expect(4)
     rows = [
-        [b.source(item, "u32") for item in b.vector(operand, fragment.registers)]
+        [b.source(item, "u32") for item in b.braced(operand, fragment.registers)]
         for operand, fragment in zip(sources, fragments, strict=True)
     ]
-    return [b.destination(item, "u32") for item in b.vector(d, fragments[-1].registers)], rows
+    return [b.destination(item, "u32") for item in b.braced(d, fragments[-1].registers)], rows
 
 
 def _gather(warp: Warp, rows: RowIndex) -> Words:
@@ -244,7 +244,7 @@ def ldmatrix(b: Binder) -> Step:
     """Load 8x8 matrices of 16-bit elements. The lower lanes give the addresses of the rows."""
     d, address = b.expect(2)
     count, space, transposed = _COUNT[b.words["count"]], b.words["space"], bool(b.words["trans"])
-    rows = [b.destination(item, "u32") for item in b.vector(d, count)]
+    rows = [b.destination(item, "u32") for item in b.braced(d, count)]
     index_d = index_of(rows)
     addresses_of, _, _ = addressed = b.addressed(address)
     what, line, halves = b.instruction.opcode, b.instruction.line, _halves_in_scratch(count, transposed)
@@ -293,7 +293,7 @@ def stmatrix(b: Binder) -> Step:
     """Store 8x8 matrices of 16-bit elements. The lower lanes give the addresses of the rows."""
     address, source = b.expect(2)
     count, space, transposed = _COUNT[b.words["count"]], b.words["space"], bool(b.words["trans"])
-    rows = [b.source(item, "u32") for item in b.vector(source, count)]
+    rows = [b.source(item, "u32") for item in b.braced(source, count)]
     addresses_of, what, line = b.address(address), b.instruction.opcode, b.instruction.line
 
     def step(warp: Warp) -> None:

@@ -52,7 +52,7 @@ class HeldFragment:
     def __init__(self, b: Binder, operand: Operand, fragment: WarpFragment, *, written: bool = False) -> None:
         row_of = b.destination if written else b.source
         self._fragment = fragment
-        self._rows = [row_of(item, fragment.view) for item in b.vector(operand, fragment.registers)]
+        self._rows = [row_of(item, fragment.view) for item in b.braced(operand, fragment.registers)]
 
     def registers(self, warp: Warp) -> Raw:
         """The registers, [registers, 32]."""
@@ -225,7 +225,7 @@ class _Scales:
 
     def __init__(self, b: Binder, data: Operand, selector: Operand, blocks: int, kind: str, *, pair: bool) -> None:
         self._row = b.source(data, "u32")
-        byte, thread = b.vector(selector, 2)
+        byte, thread = b.braced(selector, 2)
         self._byte, self._thread = b.source(byte, "u16"), b.source(thread, "u16")
         self._blocks, self._kind, self._pair = blocks, kind, pair
 
@@ -253,9 +253,9 @@ def mma_quarters(b: Binder) -> Step:
         raise b.error("D must be f32 where C is")
     d, *sources = b.expect(4)
     counts = (4 if d_type == "f16" else 8, 2, 2, 4 if c_type == "f16" else 8)
-    rows = [[b.source(item, "u32") for item in b.vector(one, count)]
+    rows = [[b.source(item, "u32") for item in b.braced(one, count)]
             for one, count in zip(sources, counts[1:], strict=True)]  # fmt: skip
-    out = [b.destination(item, "u32") for item in b.vector(d, counts[0])]
+    out = [b.destination(item, "u32") for item in b.braced(d, counts[0])]
     by_rows = (b.words["alayout"] == "row", b.words["blayout"] == "row")
     what = b.instruction.opcode
 

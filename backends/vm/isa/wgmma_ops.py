@@ -120,25 +120,25 @@ def _first_warp(fragment: Fragment, columns: int) -> Fragment:
     return Fragment((ROWS, columns), fragment.element_bits, fragment.rows[:, :32], fragment.columns[:, :32])
 
 
-@opcode("wgmma.mma_async.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(16),
+@opcode("wgmma.mma_async.sync{.aligned}.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(16),
         d="f32 f16", a="f16", b="f16")  # fmt: skip
-@opcode("wgmma.mma_async.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(16),
+@opcode("wgmma.mma_async.sync{.aligned}.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(16),
         d="f32", a="bf16", b="bf16")  # fmt: skip
-@opcode("wgmma.mma_async.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(8),
+@opcode("wgmma.mma_async.sync{.aligned}.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(8),
         d="f32", a="tf32", b="tf32")  # fmt: skip
-@opcode("wgmma.mma_async.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(32),
+@opcode("wgmma.mma_async.sync{.aligned}.<shape>.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma", shape=_shapes(32),
         d="f32 f16", a="e4m3 e5m2", b="e4m3 e5m2")  # fmt: skip
-@opcode("wgmma.mma_async.sync.aligned.<shape>{.satfinite}.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma",
+@opcode("wgmma.mma_async.sync{.aligned}.<shape>{.satfinite}.<d>.<a>.<b>", section="9.7.15.5.2", counter="mma",
         shape=_shapes(32, _INTEGER_N), d="s32", a="s8 u8", b="s8 u8")  # fmt: skip
-@opcode("wgmma.mma_async.sp.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma", shape=_shapes(32),
+@opcode("wgmma.mma_async.sp.sync{.aligned}.<shape>.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma", shape=_shapes(32),
         d="f32 f16", a="f16", b="f16")  # fmt: skip
-@opcode("wgmma.mma_async.sp.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma", shape=_shapes(32),
+@opcode("wgmma.mma_async.sp.sync{.aligned}.<shape>.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma", shape=_shapes(32),
         d="f32", a="bf16", b="bf16")  # fmt: skip
-@opcode("wgmma.mma_async.sp.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma", shape=_shapes(16),
+@opcode("wgmma.mma_async.sp.sync{.aligned}.<shape>.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma", shape=_shapes(16),
         d="f32", a="tf32", b="tf32")  # fmt: skip
-@opcode("wgmma.mma_async.sp.sync.aligned.<shape>.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma", shape=_shapes(64),
+@opcode("wgmma.mma_async.sp.sync{.aligned}.<shape>.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma", shape=_shapes(64),
         d="f32 f16", a="e4m3 e5m2", b="e4m3 e5m2")  # fmt: skip
-@opcode("wgmma.mma_async.sp.sync.aligned.<shape>{.satfinite}.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma",
+@opcode("wgmma.mma_async.sp.sync{.aligned}.<shape>{.satfinite}.<d>.<a>.<b>", section="9.7.15.6.3", counter="mma",
         shape=_shapes(64, _INTEGER_N), d="s32", a="s8 u8", b="s8 u8")  # fmt: skip
 def mma_async(b: Binder) -> Step:
     """`d, a-desc | {a}, b-desc {, metadata, selector}, scale-d {, scale-a, scale-b {, trans-a, trans-b}}`."""
@@ -383,7 +383,7 @@ def _count(warp: Warp, form: _Form) -> None:
     counters["mma_flops"] += 2 * ROWS * form.n * form.k
 
 
-@opcode("wgmma.fence.sync.aligned", section="9.7.15.7.1", counter="mma")
+@opcode("wgmma.fence.sync{.aligned}", section="9.7.15.7.1", counter="mma")
 def fence(b: Binder) -> Step:
     """Allow wgmma to use registers that were used before."""
     b.expect(0)
@@ -395,7 +395,7 @@ def fence(b: Binder) -> Step:
     return step
 
 
-@opcode("wgmma.commit_group.sync.aligned", section="9.7.15.7.2", counter="mma")
+@opcode("wgmma.commit_group.sync{.aligned}", section="9.7.15.7.2", counter="mma")
 def commit_group(b: Binder) -> Step:
     """Close the warp's open group, even an empty one."""
     b.expect(0)
@@ -409,7 +409,7 @@ def commit_group(b: Binder) -> Step:
     return step
 
 
-@opcode("wgmma.wait_group.sync.aligned", section="9.7.15.7.3", kind="tail", counter="mma")
+@opcode("wgmma.wait_group.sync{.aligned}", section="9.7.15.7.3", kind="tail", counter="mma")
 def wait_group(b: Binder) -> Step:
     """Wait until at most N of the warp's latest groups are pending. Ended groups free their registers and operands."""
     allowed = b.immediate(b.expect(1)[0])

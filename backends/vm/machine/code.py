@@ -179,12 +179,13 @@ def lanes_in(bits: int) -> npt.NDArray[np.bool_]:
 def lanes_together(one: Instruction) -> int:
     """The lanes, as bits, that an instruction waits for: all for an `.aligned` one, and those of a constant membermask.
 
-    The barrier of a cluster counts threads, whatever its spelling.
+    The barrier of a cluster counts threads, whatever its spelling. ptxas takes wgmma without `.aligned`, which it has
+    always.
     """
     name, *words = one.parts
     if name in ("bar", "barrier") and words[:1] in (["warp"], ["cluster"]):
         return 0
-    if name == "bar" or "aligned" in words:
+    if name in ("bar", "wgmma") or "aligned" in words:
         return (1 << LANES) - 1
     if name in ("shfl", "vote", "match", "redux", "elect") and isinstance(mask := one.operands[-1], Immediate):
         return mask.value & (1 << LANES) - 1
@@ -370,8 +371,8 @@ the banks have served, the stores to shared and to global memory, and how many o
 WORD: Final = {name: 2 * len(_WIDTHS) + 1 + index for index, name in enumerate(WARP_WORDS)}
 
 
-EXPLICIT_CLUSTER: Final = "%is_explicit_cluster"
-"""The only special register that is a predicate (PTX ISA 10.21)."""
+_SPECIAL_WIDTHS: Final = {"%is_explicit_cluster": 1, "%gridid": 64}
+"""The widths of special registers that do not have 32 bits (PTX ISA 10.10, 10.11)."""
 
 
 @dataclass(slots=True)
@@ -434,7 +435,7 @@ class RegisterRows:
     def special(self, name: str) -> Key:
         """The row where a warp puts special register `name` when it starts."""
         if name not in self.specials:
-            self.specials[name] = self.reserve(1 if name == EXPLICIT_CLUSTER else 32)
+            self.specials[name] = self.reserve(_SPECIAL_WIDTHS.get(name, 32))
         return self.specials[name]
 
     def address(self, name: str, offset: int, width: int) -> Key:

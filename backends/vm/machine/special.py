@@ -77,6 +77,8 @@ RESERVED_OFFSETS = {
 }  # fmt: skip
 """Where the reserved shared memory lies: the values of an H200 (facts.md 0.1)."""
 _AXES = ("x", "y", "z")
+_UNUSED = "w"
+"""The fourth component of a vector, which is always zero (PTX ISA 10.1)."""
 _TRIPLES = ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid")
 _SINGLES = (
     "laneid", "warpid", "nwarpid", "smid", "nsmid", "gridid", "cluster_ctarank", "cluster_nctarank",
@@ -85,10 +87,26 @@ _SINGLES = (
 )  # fmt: skip
 _ENVIRONMENT = tuple(f"envreg{number}" for number in range(32))
 SPECIAL_REGISTERS = frozenset(
-    [f"%{name}.{axis}" for name in _TRIPLES for axis in _AXES] + [f"%{name}" for name in (*_SINGLES, *_ENVIRONMENT)]
+    [f"%{name}.{axis}" for name in _TRIPLES for axis in (*_AXES, _UNUSED)]
+    + [f"%{name}" for name in (*_SINGLES, *_ENVIRONMENT)]
 )
 """Special registers that keep one value for the whole life of a warp. Clocks are left to `mov`, which alone reads
 them."""
+_READ_IN_PART = {
+    **{f"%{name}.{axis}": (16,) for name in _TRIPLES[:4] for axis in (*_AXES, _UNUSED)},
+    "%gridid": (16, 32),
+}
+
+
+def reads_in_part(name: str, width: int) -> bool:
+    """Whether `mov` may read the low `width` bits of a special register alone: those that were narrower once (PTX ISA
+    10.1, 10.2, 10.6, 10.7, 10.10)."""
+    return width in _READ_IN_PART.get(name, ())
+
+
+def components(name: str) -> tuple[str, ...]:
+    """The four components of a special register that is a vector, as %tid. Empty for any other."""
+    return tuple(f"{name}.{axis}" for axis in (*_AXES, _UNUSED)) if name[1:] in _TRIPLES else ()
 
 
 def differs(name: str) -> bool:
@@ -100,6 +118,8 @@ def value(name: str, warp: Warp) -> npt.NDArray[np.uint32] | int:
     """Special register `name`: uint32 [32], or one value for all lanes."""
     base, _, axis = name[1:].partition(".")
     place = warp.cta.place
+    if axis == _UNUSED:
+        return 0
     if base == "tid":
         return _thread(warp.index, place.block)[_AXES.index(axis)]
     if axis:

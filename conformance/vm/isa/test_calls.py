@@ -298,10 +298,14 @@ def test_modifiers_stand_in_any_order(written: str, other: str) -> None:
         "atom.acq_rel.gpu.gpu.global.add.u32",
         "gpu.atom.acq_rel.global.add.u32",
         "cp.async.bulk.tensor.2d.shared::cta.global.bulk_group",
-        "cvt.f32.rn.f16",
+        "st.mbarrier::complete_tx::bytes.async.u32",
+        "cp.async.bulk.L2.prefetch.global",
+        "ldmatrix.sync.aligned.m16n16.x1.trans.shared.b4x16_p64.b8x16",
+        "mbarrier.try_wait.relaxed.parity.cta.b64",
+        "mma.sync.aligned.m16n8k8.col.row.f32.f16.f16.f32",
     ],
 )
-def test_the_order_of_types_and_spaces_matters(spelling: str) -> None:
+def test_the_order_of_names_types_and_spaces_matters(spelling: str) -> None:
     with pytest.raises(UnknownInstructionError):
         _found(spelling)
 

@@ -222,6 +222,25 @@ NARROW = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e3m2"
           "e2m3": ml_dtypes.float6_e2m3fn}  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("bare", "spelled"),
+    [
+        ("cvt.bf16.f16", "cvt.rn.bf16.f16"),
+        ("cvt.f16.bf16", "cvt.rn.f16.bf16"),
+        *[(f"cvt{rounding}.f32.bf16", "cvt.f32.bf16") for rounding in (".rn", ".rz", ".rm", ".rp")],
+        ("cvt.rn.satfinite.relu.bf16.f32", "cvt.rn.relu.satfinite.bf16.f32"),
+    ],
+)
+def test_roundings_that_ptxas_does_not_demand(bare: str, spelled: str) -> None:
+    """ptxas 13.5 makes the same machine code of both, for every value of a half."""
+    codes = np.arange(1 << 16, dtype=np.uint32)
+    found, wanted = (
+        run_ptx(f"{op} %d, %a;", {"a": codes << (16 if op.endswith("f32") else 0)}, {"d": np.uint32})["d"]
+        for op in (bare, spelled)
+    )
+    assert np.array_equal(found, wanted), report(bare, found, wanted, codes)
+
+
 @pytest.mark.parametrize("kind", NARROW)
 def test_four_floats_round_stochastically(kind: str) -> None:
     """Random bits of 0 truncate the magnitude; with all bits set only exact values stay. a and b use the upper half, e

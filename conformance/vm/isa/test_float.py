@@ -221,7 +221,6 @@ def test_testp_knows_every_property() -> None:
     "instruction",
     [
         "add.rna.f32 %d, %a, %a;",
-        "add.f32.rn %d, %a, %a;",
         "fma.f32 %d, %a, %a, %a;",
         "add.rn.sat.f32x2 %d, %a, %a;",
         "max.xorsign.f32 %d, %a, %a;",

@@ -46,7 +46,7 @@ def test_ldmatrix_loads_as_an_h200_does(run: int, count: int, trans: str, space:
 
 def test_ldmatrix_takes_a_generic_address() -> None:
     body = (
-        FILL + "cvt.u64.u32 %wide, %at; cvta.shared.u64 %wide, %wide; ldmatrix.sync.aligned.m8n8.x1.b16 %d0, [%wide];"
+        FILL + "cvt.u64.u32 %wide, %at; cvta.shared.u64 %wide, %wide; ldmatrix.sync.aligned.m8n8.x1.b16 {%d0}, [%wide];"
     )
     found = run_ptx(body, INPUTS, {"d0": np.uint32}, declare=DECLARE + ".reg .b64 %wide;")["d0"]
     assert np.array_equal(found, LOADED[3][:, 0])
@@ -203,7 +203,7 @@ def test_half_a_warp_is_found() -> None:
 
 def test_global_addresses_are_found() -> None:
     generic = ".reg .b64 %wide;"
-    body = f"{{ {generic} mov.u64 %wide, 4096; ldmatrix.sync.aligned.m8n8.x1.b16 %d0, [%wide]; }}"
+    body = f"{{ {generic} mov.u64 %wide, 4096; ldmatrix.sync.aligned.m8n8.x1.b16 {{%d0}}, [%wide]; }}"
     assert fault_of(body).rule == "wrong-space"
 
 

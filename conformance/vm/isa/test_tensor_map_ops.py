@@ -77,6 +77,8 @@ def test_other_fields_keep_their_bits() -> None:
         ("tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%a], 4, %w;", "ordinal 4"),
         ("tensormap.replace.tile.rank.shared::cta.b1024.b32 [%a], 0, %v;", "3 operands"),
         ("tensormap.replace.tile.rank.shared::cta.b1024.b64 [%a], %w;", "no form"),
+        ("tensormap.replace.tile.swizzle_mode.shared::cta.b1024.b32 [%a], 5;", "must be 0..4"),
+        ("tensormap.replace.tile.fill_mode.shared::cta.b1024.b32 [%a], -1;", "must be 0..1"),
     ],
 )
 def test_forms_that_do_not_exist(body: str, says: str) -> None:
