@@ -261,15 +261,24 @@ def test_more_work_than_the_program_s_own_kills() -> None:
     assert found.check == "counter:mma_flops", f"{wider.before} -> {wider.after}: {found.check}, {found.sentence}"
 
 
-def test_a_wait_without_its_loop_dies_under_an_order_in_which_it_gives_up(program: Subject) -> None:
-    """It is not in a synchronisation class, and in order mbarrier.try_wait returns when the phase is over."""
+@pytest.mark.parametrize(
+    ("instead", "schedules"),
+    [("", ("eager",)), ("nanosleep.u32 20;", ("eager", *(f"random:{seed}" for seed in range(8))))],
+    ids=["nobody reads its result", "a sleep instead"],
+)
+def test_a_wait_without_its_loop_dies(program: Subject, instead: str, schedules: tuple[str, ...]) -> None:
+    """It is not in a synchronisation class. If nobody reads the result of mbarrier.try_wait, it orders nothing. If it
+    is read, that returns in order when the phase is over, and gives up under a random order."""
     code = instructions(program.built[0].program.ptx)
     wait = next(at for at, one in enumerate(code) if one.opcode.startswith("mbarrier.try_wait"))
     back = code[wait + 1]
     assert back.opcode.startswith("bra"), f"behind the wait stands {back.spelled()}"
-    once = Mutant("once", "guard", back.line, back.spelled(), "", (Edit(back.begin, back.end, ""),))
-    found = examine(program, once, ("eager", *(f"random:{seed}" for seed in range(8))), ask_assemblers=False)
-    assert found.schedule.startswith("random"), f"{found.check or 'nothing'} under {found.schedule}: {found.sentence}"
+    after = f"{back.guard}{instead}" if instead else ""
+    once = Mutant("once", "guard", back.line, back.spelled(), after, (Edit(back.begin, back.end, after),))
+    found = examine(program, once, schedules, ask_assemblers=False)
+    assert found.schedule.partition(":")[0] == schedules[-1].partition(":")[0], (
+        f"{found.check or 'nothing'} under {found.schedule}: {found.sentence}"
+    )
 
 
 def test_a_program_that_is_built_no_more_is_forgotten(program: Subject, tmp_path: Path) -> None:
