@@ -23,7 +23,7 @@ from typing import Any
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.machine import CompiledHost, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
-from megamoe.host_memory import SMALLEST_ADDRESS, Reached, view_of
+from megamoe.given.host_memory import SMALLEST_ADDRESS, Reached, view_of
 from megamoe.vm import Device, host_waited, submit
 
 try:

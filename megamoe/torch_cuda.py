@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.program import TARGETS
-from megamoe.unwritten import hand_out
+from megamoe.given.unwritten import hand_out
 from megamoe.vm import begin_capture, capturing, end_capture, host_waited, submit
 
 _NAMES = {"sm_90a": "megamoe vm, sm_90a", "sm_100a": "megamoe vm, sm_100a"}

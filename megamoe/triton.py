@@ -24,7 +24,7 @@ from typing import Any
 
 from megamoe.contract.backend import UnsupportedError
 from megamoe.contract.machine import KernelMachine, LaunchRefusedError, PixelBox
-from megamoe.host_memory import Reached
+from megamoe.given.host_memory import Reached
 from megamoe.vm import Device, sentences, submit
 
 try:

@@ -20,20 +20,20 @@ from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 
-from megamoe.arguments import addresses_among, encoded
 from megamoe.contract.backend import UnsupportedError, open_machine
 from megamoe.contract.counted import counted
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
 from megamoe.cuda_source import compiled
-from megamoe.entry_names import entry_named
 from megamoe.findings import KernelFinding, Ledger, module_of
-from megamoe.host_memory import Reached, array_of, several
+from megamoe.given.arguments import addresses_among, encoded
+from megamoe.given.entry_names import entry_named
+from megamoe.given.host_memory import Reached, array_of, several
+from megamoe.given.tensor_maps import PixelBox as PixelBox
+from megamoe.given.tensor_maps import array_behind
+from megamoe.given.tensor_maps import tensor_map as tensor_map
 from megamoe.runner.limits import TimeIsUpError, time_at_most
-from megamoe.tensor_maps import PixelBox as PixelBox
-from megamoe.tensor_maps import array_behind
-from megamoe.tensor_maps import tensor_map as tensor_map
 
 Size = int | Sequence[int]
 

@@ -84,9 +84,9 @@ It does NOT notice, and why:
   memory that the launches before have accessed; otherwise it does not end the chain.
 - At the doors, a read of global memory that nobody wrote, with one exception: where torch's device "cuda" is the host
   (megamoe.torch_cuda, and so under pytest), a tensor of 8 bytes to 16 MiB of torch.empty and its kin of which nobody
-  has written a byte (megamoe/unwritten.py). A tensor written in part counts as written, because correct programs read
-  its padding and drop what they compute from it; so does memory that torch allocates in other ways, and what torch or
-  the host reads is not seen. `megamoe check` fills every array.
+  has written a byte (megamoe/given/unwritten.py). A tensor written in part counts as written, because correct programs
+  read its padding and drop what they compute from it; so does memory that torch allocates in other ways, and what torch
+  or the host reads is not seen. `megamoe check` fills every array.
 - In a kernel that reads %reserved_smem_offset_*, as cooperative groups do, accesses to reserved shared memory.
 - That a CTA ends before its peer has ever accessed its mbarrier: this is found only at the access.
 - Two CTAs of one SM that wait for each other because one lacks the tensor memory that the other holds: each CTA has a

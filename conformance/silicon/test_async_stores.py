@@ -11,7 +11,7 @@ import pytest
 
 from backends.vm.faults import Fault, Findings
 from backends.vm.load import load
-from backends.vm.machine.machine import Machine
+from backends.vm.machine.machine import LaunchRequest, Machine, launch_shape
 from conformance import ROOT
 from conformance.silicon.async_stores import HELD, OFFSETS, SENT, Store, offsets_text, stores, text
 
@@ -24,8 +24,9 @@ def launched(source: str, entry: str, words: int, ctas: int = 1, given: int | No
     machine, out = Machine(schedule), np.zeros(words, np.uint32)
     machine.findings = Findings() if found is None else found
     params = [struct.pack("<Q", machine.memory.add("out", out.view(np.uint8)).base)]
-    machine.launch(load(source).entry(entry), (ctas, 1, 1), (32, 1, 1), params, (given or 1, 1, 1),
-                   explicit_cluster=given is not None)  # fmt: skip
+    function = load(source).entry(entry)
+    shape = launch_shape(function, (ctas, 1, 1), (32, 1, 1), (given or 1, 1, 1), 0, explicit=given is not None)
+    machine.perform(LaunchRequest(function, shape, params))
     return out.tolist()
 
 

@@ -10,7 +10,7 @@ from typing import Final
 from backends.vm.faults import LaunchError
 from backends.vm.host.abi import HostError, LaunchAttribute, LaunchConfig, copy_from
 from backends.vm.host.runtime import INT, POINTER, SIZE, LaunchRecord, Runtime, answers
-from backends.vm.machine.machine import launch_shape
+from backends.vm.machine.machine import LaunchRequest, launch_shape
 from backends.vm.machine.special import Dim3
 
 MOST_ATTRIBUTES: Final = 32
@@ -64,23 +64,15 @@ def _run(runtime: Runtime, record: LaunchRecord) -> None:
     _check_opted_in(runtime, record)
     function = runtime.module.entry(record.entry)
     cooperative = bool(record.attributes.get(COOPERATIVE, (0,))[0])
+    shape = launch_shape(
+        function, record.grid, record.block, record.cluster, record.dynamic_smem, explicit=CLUSTER in record.attributes
+    )
     if cooperative:
-        shape = launch_shape(function, record.grid, record.block, record.cluster, record.dynamic_smem)
         runtime.device.check_cooperative(record.entry, shape, function.static_shared)
     runtime.launches.append(record)
     early = bool(record.attributes.get(PROGRAMMATIC_SERIALIZATION, (0,))[0])
     dependent, runtime.last_in = early and runtime.last_in == record.stream, record.stream
-    runtime.machine.launch(
-        function,
-        record.grid,
-        record.block,
-        record.params,
-        record.cluster,
-        record.dynamic_smem,
-        explicit_cluster=CLUSTER in record.attributes,
-        dependent=dependent,
-        cooperative=cooperative,
-    )
+    runtime.machine.perform(LaunchRequest(function, shape, record.params, dependent, cooperative))
 
 
 def _attributes(config: LaunchConfig, entry: str) -> dict[int, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from backends.vm.faults import Fault, Findings, LaunchError, UnknownInstructionE
 from backends.vm.host.abi import HostError
 from backends.vm.host.runtime import PROCESS_END, HostedDevice, Runtime
 from backends.vm.load import LoadedModule, load
-from backends.vm.machine.machine import Machine, launch_shape
+from backends.vm.machine.machine import LaunchRequest, Machine, launch_shape
 from backends.vm.machine.special import Dim3
 from backends.vm.memory.global_memory import Buffer
 from backends.vm.ptx.ast import Variable
@@ -163,14 +163,12 @@ class Session:
         module = self._load(ptx)
         self._check_target(module)
         function = module.entry(entry)
+        shape = launch_shape(function, grid, block, cluster, dynamic_smem)
         if cooperative:
-            shape = launch_shape(function, grid, block, cluster, dynamic_smem)
             HostedDevice(self.target, self._sm_count).check_cooperative(entry, shape, function.static_shared)
         with self._mapped(memory, ptx, [entry], may_overlap=dependent) as machine:
             dependent, self._last_in = dependent and self._last_in == DEFAULT_STREAM, DEFAULT_STREAM
-            machine.launch(
-                function, grid, block, params, cluster, dynamic_smem, dependent=dependent, cooperative=cooperative
-            )
+            machine.perform(LaunchRequest(function, shape, params, dependent, cooperative))
 
     def call(self, program: CompiledHostLike, pointers: Sequence[int], memory: Sequence[StretchLike]) -> None:
         """Call a host function. Fault and LaunchError come from its launches, HostError for what does not fit."""

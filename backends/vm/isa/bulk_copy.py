@@ -70,8 +70,7 @@ def _shared_targets(warp: Warp, address: int, mask: int | None) -> list[tuple[Ct
     if not ranks or ranks[-1] >= cluster.size:
         raise Fault("remote-shared", f"multicast mask {mask:#x} in a cluster of {cluster.size} CTAs", address=address)
     for rank in ranks:
-        cluster.ctas[rank].check_present("a multicast copy into shared memory")
-        cluster.ctas[rank].check_started(warp, "a multicast copy into shared memory")
+        cluster.ctas[rank].check_running(warp, "a multicast copy into shared memory")
     return [(cluster.ctas[rank], address & OFFSET_MASK) for rank in ranks]
 
 

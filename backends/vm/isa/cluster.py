@@ -92,22 +92,20 @@ def st_async(b: Binder) -> Step:
     rows = [b.source(item, view) for item in items]
     to, signal = _remote(b, destination), _remote(b, barrier)
     line, text = b.instruction.line, b.instruction.text
-    size, what = len(rows) * int(kind[1:]) // 8, "red.async" if operation else "st.async"
-    article = "a" if operation else "an"
+    size, work = len(rows) * int(kind[1:]) // 8, "a red.async" if operation else "an st.async"
+    what = work.partition(" ")[2]
 
     def step(warp: Warp) -> None:
         told = False
-        warp.agents.works[line] = f"{article} {what}"
+        warp.agents.works[line] = work
         for lane in active(warp).tolist():
             (cta, offset), (at, place) = to(warp, lane), signal(warp, lane)
             if at is not cta:
                 said = f"the mbarrier of {what} lies in another CTA than its destination"
                 raise Fault("remote-shared", said, lane=lane)
             if not warp.cta.place.explicit_cluster:
-                said = (
-                    f"this {what} is executed in a launch without clusters; the launch must give the size of a cluster"
-                )
-                raise Fault("async-without-cluster", said, lane=lane)
+                raise Fault("async-without-cluster", f"this {what} is executed in a launch without clusters; the "
+                            "launch must give the size of a cluster", lane=lane)  # fmt: skip
             if cta is warp.cta and not told and (operation or cta.cluster.size == 1):
                 told = True
                 report(Fault("async-to-own-cta", f"the destination of this {what} lies in the executing CTA; it must "
@@ -140,7 +138,7 @@ def st_async(b: Binder) -> Step:
                 cta.smem.undefine(at, missing.bytes_, missing.origin.read_at(line).stored_at(line, warp.name))
             signalled.complete_transactions(size, landed, f"the {what} of PTX line {line}")
 
-        signalled.last_copy = submit(warp, f"{article} {what}", line, text, perform, signals=(signalled,))
+        signalled.last_copy = submit(warp, work, line, text, perform, signals=(signalled,))
         signalled.last_copy_serial = serial
 
     return step
@@ -200,8 +198,7 @@ def try_cancel(b: Binder) -> Step:
 def _told(warp: Warp, everybody: bool, what: str) -> Iterator[Cta]:
     for cta in warp.cta.cluster.ctas if everybody else [warp.cta]:
         if cta is not warp.cta:
-            cta.check_present(what)
-            cta.check_started(warp, what)
+            cta.check_running(warp, what)
         yield cta
 
 

@@ -123,8 +123,7 @@ def issuing_ctas(warp: Warp, group: CtaGroup, what: str) -> tuple[Cta, ...]:
     if both[0] is not warp.cta:
         raise Fault("cta-pair", f"{what} with .cta_group::2 issued by CTA rank {warp.cta.place.cta_rank}; the even CTA "
                     "of the pair issues it")  # fmt: skip
-    both[1].check_present(f"{what} with .cta_group::2 on the memory")
-    both[1].check_started(warp, f"{what} with .cta_group::2 on the memory")
+    both[1].check_running(warp, f"{what} with .cta_group::2 on the memory")
     both[1].visit(warp.cta.tensor_agent, warp.cta.tensor_serial + 1, warp.line)
     return both
 

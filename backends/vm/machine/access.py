@@ -75,8 +75,7 @@ def owner(warp: Warp, space: str, addresses: Addresses, access: str) -> tuple[Ct
             raise
     cta = cluster.ctas[int(ranks[0])]
     if cta is not warp.cta:
-        cta.check_present(f"a shared {access}")
-        cta.check_started(warp, f"a shared {access}")
+        cta.check_running(warp, f"a shared {access}")
         visit(warp, cta, warp.line)
     return cta, addresses & OFFSET_MASK
 

@@ -248,6 +248,12 @@ class Cta:
                          "another CTA's by now. A barrier of the cluster behind the last such access is missing (PTX "
                          "ISA 9.7.9.23)"))  # fmt: skip
 
+    def check_running(self, by: Warp, access: str) -> None:
+        """Check that this CTA has started, as far as a warp that accesses its memory can tell, and that it has not
+        ended."""
+        self.check_present(access)
+        self.check_started(by, access)
+
     def check_started(self, by: Warp, access: str) -> None:
         """Report an access by a warp to the memory of this CTA if nothing tells that warp that this CTA has started.
 

@@ -75,13 +75,13 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """The arguments of Machine.launch."""
+    """A launch: see Machine.launch."""
 
     function: BoundFunction
     shape: LaunchShape
     params: Sequence[bytes]
-    dependent: bool
-    cooperative: bool
+    dependent: bool = False
+    cooperative: bool = False
 
 
 PEAKS = ("smem_bytes", "tmem_columns")
@@ -141,13 +141,10 @@ class Machine:
         cluster: Dim3 = (1, 1, 1),
         dynamic_smem: int = 0,
         *,
-        explicit_cluster: bool = False,
         dependent: bool = False,
         cooperative: bool = False,
     ) -> None:
         """Run a grid to its end. `params` holds the bytes of each parameter; sizes in threads, CTAs and bytes.
-
-        `explicit_cluster`: the launch has an attribute of clusters even if they are of one CTA.
 
         `dependent`: it may overlap the launch before it (programmatic dependent launch). `cooperative`: all its CTAs
         are resident at once, and may wait for each other.
@@ -155,7 +152,7 @@ class Machine:
         Raises LaunchError for a launch that no GPU would take, Fault for a broken rule that ends the launch: the first
         one unless `findings` collects.
         """
-        shape = launch_shape(function, grid, block, cluster, dynamic_smem, explicit=explicit_cluster)
+        shape = launch_shape(function, grid, block, cluster, dynamic_smem)
         self.perform(LaunchRequest(function, shape, params, dependent, cooperative))
 
     def perform(self, asked: LaunchRequest) -> None:

@@ -108,6 +108,10 @@ class Agents:
         """The name of what counts as a copy at PTX `line`, with its article."""
         return self.works.get(line, "a copy")
 
+    def the_copy_at(self, line: int) -> str:
+        """The same with its place: the copy of PTX line 12."""
+        return f"the {self.copy_at(line).partition(' ')[2]} of PTX line {line}"
+
     def name(self, agent: int, line: int = 0) -> str:
         """The name in reports of an agent that does something at PTX `line`; 0 if that is no asynchronous operation."""
         if agent >= self.first_copy:

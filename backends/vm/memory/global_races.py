@@ -28,7 +28,6 @@ from backends.vm.memory.access_code import GLOBAL_FIELDS, MemoryWords, places_ch
 from backends.vm.memory.clocks import (
     CLUSTER_SHIFT,
     STAMP_MASK,
-    START,
     WAITED,
     Agents,
     Clock,
@@ -216,7 +215,6 @@ class GlobalRaces:
         self._shadows: dict[int, Shadow] = {}
         self._places: list[MemoryWords] = []
         self._partial = np.zeros(MAX_AGENTS, np.bool_)
-        self._starts: dict[tuple[int, int], Epochs] = {}
 
     def begin_launch(self, kernel: str, *, dependent: bool = False) -> None:
         """Order everything so far before everything from now on, except what a `dependent` launch may overlap."""
@@ -224,7 +222,6 @@ class GlobalRaces:
             self._mark_map_reads()
         self.chain.begin(kernel, self._shadows, dependent=dependent)
         self.flags.clear()
-        self._starts.clear()
         self.first_ctas.clear()
         self.releases.clear()
         self._partial[:] = False
@@ -575,10 +572,7 @@ class GlobalRaces:
 
     def release(self, address: int, warp: Accessor, *, ordered: bool) -> None:
         """A strong write of gpu scope: if `ordered`, the flag carries what `warp` has seen, else what it has
-        published. Either way it tells the own cluster that `warp` has started."""
-        if warp.agents.size > 1:
-            told = self._starts.setdefault((warp.agents.serial, address), warp.agents.start_of(warp.agent))
-            told[warp.agent] = START
+        published."""
         grid = warp.clock.grid
         if ordered:
             carried = warp.known()
@@ -590,8 +584,6 @@ class GlobalRaces:
 
     def acquire(self, address: int, warp: Accessor, *, ordered: bool) -> None:
         """A strong read of gpu scope: if `ordered`, `warp` knows what the flag carries, else it only notices it."""
-        if warp.agents.size > 1 and (told := self._starts.get((warp.agents.serial, address))) is not None:
-            warp.clock.come_after(told)
         found = self.flags.get(address)
         if not found:
             return

@@ -322,10 +322,9 @@ class SharedMemory:
             if line == MBARRIER:
                 raise Fault("mbarrier-misuse", "an mbarrier object lies here: only mbarrier operations may touch it "
                             "before mbarrier.inval", lane=lane, address=4 * at)  # fmt: skip
-            who = self.agents.copy_at(line)
-            report(Fault("copy-not-awaited", f"this granule is {action} while the {who.partition(' ')[2]} of "
-                         f"PTX line {line} into it is in flight: nothing waits for its end", lane=lane, address=4 * at,
-                         other=OtherAccess(who, "writes", line)))  # fmt: skip
+            report(Fault("copy-not-awaited", f"this granule is {action} while {self.agents.the_copy_at(line)} into it "
+                         "is in flight: nothing waits for its end", lane=lane, address=4 * at,
+                         other=OtherAccess(self.agents.copy_at(line), "writes", line)))  # fmt: skip
         return True
 
     def _check_writers(self, granules: Granules, clock: Clock, action: str, index: Cells | None = None) -> None:
@@ -472,10 +471,9 @@ class SharedMemory:
         for lane, at, line in _one_a_line(cells, late, marks.line):
             agent = agent_of(int(marks.stamp[at]))
             if did == "wrote" and agent >= self.agents.first_copy:
-                who = self.agents.copy_at(line)
-                report(Fault("copy-not-awaited", f"this {marks.name} is {action}, but the {who.partition(' ')[2]} "
-                             f"of PTX line {line} into it has not been waited for", lane=lane, address=marks.unit * at,
-                             other=OtherAccess(who, "writes", line)))  # fmt: skip
+                report(Fault("copy-not-awaited", f"this {marks.name} is {action}, but {self.agents.the_copy_at(line)} "
+                             "into it has not been waited for", lane=lane, address=marks.unit * at,
+                             other=OtherAccess(self.agents.copy_at(line), "writes", line)))  # fmt: skip
             else:
                 self._collide(lane, marks, at, action, OtherAccess(self.agents.name(agent, line), did, line))
 

@@ -289,16 +289,10 @@ class TensorMemory:
 
     def _report_late_wait(self, action: str, lane: int, column: int, who: str) -> None:
         line, waited = int(self.reader_line[lane, column]), int(self.waited_line[lane, column])
-        report(
-            Fault(
-                "tmem-load-not-waited",
-                f"{action} lane {lane}, column {column}, where the tcgen05.ld of PTX line "
-                f"{line} by {who} may still read: its tcgen05.wait::ld at PTX line {waited} comes after what "
-                f"orders the two",
-                address=lane << 16 | column,
-                other=OtherAccess(who, "reads", line),
-            )
-        )
+        report(Fault("tmem-load-not-waited", f"{action} lane {lane}, column {column}, where the tcgen05.ld of PTX line "
+                     f"{line} by {who} may still read: its tcgen05.wait::ld at PTX line {waited} comes after what "
+                     "orders the two", address=lane << 16 | column,
+                     other=OtherAccess(who, "reads", line)))  # fmt: skip
 
     def _fenced_alone(self, head: int | None, clock: Clock, stamp: int) -> bool:
         """Whether `_check_tensor_fences` finds nothing in cells that have the one stamp `head`. False if unknown."""
@@ -385,12 +379,13 @@ class TensorMemory:
         """`tcgen05.wait::ld` at PTX `line`: what `agent` loads from `cells` is read by now, and not before, unless a
         register of the load has been used."""
         for index in cells:
-            mine = agent_of(self.reader[index]) == agent
-            reading = mine & (self.loading[index] > 0)
-            self.begun[index] = np.where(reading, self.reader[index], self.begun[index])
-            self.reader[index] = np.where(reading, np.int32(stamp), self.reader[index])
+            begun, loading = self.reader[index], self.loading[index]
+            mine = agent_of(begun) == agent
+            reading = mine & (loading > 0)
+            self.begun[index] = np.where(reading, begun, self.begun[index])
+            self.reader[index] = np.where(reading, np.int32(stamp), begun)
             self.waited_line[index] = np.where(reading, np.int32(line), self.waited_line[index])
-            self.loading[index] = np.where(mine, 0, self.loading[index])
+            self.loading[index] = np.where(mine, 0, loading)
 
     def stores_complete(self, agent: int, cells: list[Index], stamp: int) -> None:
         """`tcgen05.wait::st`: give the pending cells of `agent` the stamp of a finished write."""

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from megamoe import entry_names
 from megamoe.contract.machine import LaunchRefusedError
-from megamoe.entry_names import entry_named
+from megamoe.given import entry_names
+from megamoe.given.entry_names import entry_named
 
 ENTRIES = {
     "_ZN2ns1kIfLi3EEEvPT_S1_": "void ns::k<float, 3>(float*, float)",

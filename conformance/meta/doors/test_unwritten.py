@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from conformance.meta.doors.test_vm import HEAD
-from megamoe import torch_cuda, unwritten
+from megamoe import torch_cuda
+from megamoe.given import unwritten
 from megamoe.vm import Device, KernelFault
 
 COUNT = 32

@@ -18,7 +18,7 @@ from backends.vm.load import load
 from backends.vm.machine.machine import Machine
 from conformance.fakes.low_memory import low_memory
 from megamoe.contract.machine import PixelBox, Stretch
-from megamoe.entry_names import plain_name
+from megamoe.given.entry_names import plain_name
 from megamoe.vm import Device, KernelFault, LaunchRefusedError, UnsupportedError, host_waited, tensor_map
 
 HEAD = ".version 8.7\n.target sm_100a\n.address_size 64\n"

@@ -252,16 +252,9 @@ SCALARS = "".join(f"clusterlaunchcontrol.query_cancel.get_first_ctaid::{axis}.b3
 VECTOR = "clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {%x, %y, %z, %w}, %r;"
 
 
-def run(
-    schedule: str,
-    cluster: int,
-    decode: str = SCALARS,
-    wait: str = WAIT,
-    everybody: str = ".multicast::cluster::all",
-    fenced: str = TWO_WAY,
-) -> tuple[npt.NDArray[np.uint32], int]:
-    """How often the work of each CTA was done, uint32 [z, y, x], and how many CTAs ran."""
-    found, _ = looped(BODY, cluster, decode, wait, everybody, fenced).run(schedule)
+def run(schedule: str, cluster: int, **stages: str) -> tuple[npt.NDArray[np.uint32], int]:
+    """How often the work of each CTA was done, uint32 [z, y, x], and how many CTAs ran. `stages`: as in `looped`."""
+    found, _ = looped(BODY, cluster, **stages).run(schedule)
     return found["done"], int(found["workers"][0])
 
 
@@ -290,7 +283,7 @@ def looped(
 @pytest.mark.parametrize("cluster", [1, 2, 4])
 @pytest.mark.parametrize("schedule", LAUNCH_SCHEDULES)
 def test_all_work_is_done_once(schedule: str, cluster: int, decode: str) -> None:
-    done, workers = run(schedule, cluster, decode)
+    done, workers = run(schedule, cluster, decode=decode)
     assert np.all(done == 1), f"some work was not done exactly once: {done.tolist()}"
     assert workers < done.size, f"{workers} CTAs ran for {done.size} pieces of work: nothing was taken over"
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from megamoe.contract.counted import counted
 from megamoe.contract.machine import LaunchRefusedError, Parameter
-from megamoe.host_memory import SMALLEST_ADDRESS, Reached
-from megamoe.tensor_maps import TensorMapOf
+from megamoe.given.host_memory import SMALLEST_ADDRESS, Reached
+from megamoe.given.tensor_maps import TensorMapOf
 
 _SCALARS = {
     "b8": "B", "u8": "B", "s8": "b", "b16": "H", "u16": "H", "s16": "h", "b32": "I", "u32": "I", "s32": "i", "b64": "Q",

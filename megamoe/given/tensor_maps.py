@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megamoe.contract.machine import PixelBox
-from megamoe.host_memory import view_of
+from megamoe.given.host_memory import view_of
 
 Swizzle = Literal["none", "32B", "64B", "128B", "128B_ATOM_32B", "128B_ATOM_64B"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megamoe.contract.machine import KernelMachine, LaunchRefusedError, Stretch
-from megamoe.unwritten import is_unwritten
+from megamoe.given.unwritten import is_unwritten
 
 SMALLEST_ADDRESS = 1 << 22
 """No allocation lies below this, where programs like Debian's Python begin, so tensors of small counts and indices are
