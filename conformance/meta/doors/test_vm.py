@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from backends.vm.load import load
-from backends.vm.machine.machine import Machine
+from backends.vm.machine.machine import LaunchRequest, Machine
 from conformance.fakes.low_memory import low_memory
 from megamoe.contract.machine import PixelBox, Stretch
 from megamoe.given.entry_names import plain_name
@@ -489,15 +489,15 @@ def test_a_door_parses_once_and_copies_nothing(vm: Device, monkeypatch: pytest.M
     """`python -m conformance.witness --doors` times the cost of a launch beyond the machine's own."""
     x, y = torch.ones(32), torch.zeros(32)
     vm.launch(SCALE, "scale", 1, 32, y, x, 1.0, 0, None)
-    own, reached = Machine.launch, list[bool]()
+    own, reached = Machine.perform, list[bool]()
 
-    def launch(machine: Machine, *args: Any, **named: Any) -> None:
+    def perform(machine: Machine, asked: LaunchRequest) -> None:
         for tensor in (x, y):
             buffer = machine.memory.holding(tensor.data_ptr())
             reached.append(buffer is not None and np.shares_memory(buffer.data, tensor.numpy()))
-        own(machine, *args, **named)
+        own(machine, asked)
 
-    monkeypatch.setattr(Machine, "launch", launch)
+    monkeypatch.setattr(Machine, "perform", perform)
     parsed = load.cache_info().misses
     vm.launch(SCALE, "scale", 1, 32, y, x, 2.0, 0, None)
     assert load.cache_info().misses == parsed, "a source that was launched before is parsed again"
