@@ -469,6 +469,15 @@ _ALL = (
         "bar.warp.sync",
     ),
     _relied(
+        "tmem-hold-and-wait", "9.7.16.7.1",
+        "A CTA frees tensor memory only after it has got more, and an SM has room for CTAs that can so each hold what "
+        "the others wait for. The ISA says that an alloc blocks until its columns are free. It does not say that a CTA "
+        "gets all that it asks for before another one gets any.",
+        "No kernel that we know of. NVIDIA/Fuser#3795 says that CTAs run one after another until "
+        "relinquish_alloc_permit; then they cannot wait for each other. No Blackwell was at hand to ask.",
+        "Allocate all columns at once, or ask for so much shared memory that an SM has room for one CTA.",
+    ),
+    _relied(
         "wide-bit-field", "9.7.1.19",
         "A position or a length of a 64-bit bfe or bfi exceeds 255. The ISA restricts both to 0..255, and an H200 does "
         "not do there what its pseudo-code says.",
@@ -561,7 +570,7 @@ FAMILIES: Final[Mapping[str, frozenset[str]]] = {
         "tcgen05-order": "tmem-store-not-waited tmem-load-not-waited tmem-race missing-tcgen05-fence "
         "tmem-copy-unordered tmem-load-used-unwaited",
         "tensor-memory": "tmem-alloc tmem-dealloc tmem-leak tmem-not-allocated tmem-out-of-bounds tmem-lane tmem-shape "
-        "cta-group tmem-lane-ignored",
+        "cta-group tmem-lane-ignored tmem-hold-and-wait",
         "wgmma": "register-in-flight missing-wgmma-fence",
         "undefined-values": "uninitialised-shared uninitialised-register uninitialised-tmem uninitialised-global "
         "uninitialised-local",

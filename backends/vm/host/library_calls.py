@@ -22,6 +22,7 @@ from backends.vm.host.runtime import (
     put_s32,
     put_u64,
 )
+from backends.vm.machine.special import ctas_of_sm
 
 _IMAGES = (b"\x50\xed\x55\xba", b"\x7fELF")
 _SHARED_SIZE, _MAX_THREADS, _CONST_SIZE, _LOCAL_SIZE, _MAX_DYNAMIC = 1, 0, 2, 3, 8
@@ -135,7 +136,7 @@ def kernel_set_attribute(runtime: Runtime, kernel: int, attribute: int, value: i
 def occupancy(runtime: Runtime, count: int, kernel: int, threads: int, dynamic_smem: int) -> None:
     """Report how many CTAs an SM holds, by threads and shared memory."""
     static = runtime.module.entry(runtime.kernel_name(kernel)).static_shared
-    put_s32(count, runtime.device.resident_ctas(threads, static + dynamic_smem))
+    put_s32(count, ctas_of_sm(threads, static + dynamic_smem))
 
 
 @answers("cuda_dialect_init_library_once", POINTER, POINTER, POINTER, POINTER)

@@ -23,14 +23,9 @@ from backends.vm.host.abi import HostError
 from backends.vm.host.object_file import PROCESS_SYMBOLS, bind_symbols
 from backends.vm.load import LoadedModule
 from backends.vm.machine.machine import Machine
-from backends.vm.machine.special import Dim3, LaunchShape
+from backends.vm.machine.special import SM_CTAS, SM_THREADS, Dim3, LaunchShape, ctas_of_sm
 from backends.vm.memory.global_memory import Buffer
-from backends.vm.memory.shared import MAX_DYNAMIC
-
-SMEM_PER_SM: Final = 233_472
-SMEM_RESERVED: Final = 1024
-THREADS_PER_SM: Final = 2048
-CTAS_PER_SM: Final = 32
+from backends.vm.memory.shared import MAX_DYNAMIC, RESERVED, SM_SHARED
 
 _COMMON: Final[Mapping[int, int]] = {
     1: 1024,  # MaxThreadsPerBlock
@@ -46,15 +41,15 @@ _COMMON: Final[Mapping[int, int]] = {
     12: 65536,  # MaxRegistersPerBlock
     19: 0,  # CanMapHostMemory of an integrated device: Integrated
     31: 1,  # ConcurrentKernels
-    39: THREADS_PER_SM,  # MaxThreadsPerMultiProcessor
+    39: SM_THREADS,  # MaxThreadsPerMultiProcessor
     41: 1,  # UnifiedAddressing
-    81: SMEM_PER_SM,  # MaxSharedMemoryPerMultiprocessor
+    81: SM_SHARED,  # MaxSharedMemoryPerMultiprocessor
     82: 65536,  # MaxRegistersPerMultiprocessor
     83: 1,  # ManagedMemory
     95: 1,  # CooperativeLaunch
     97: MAX_DYNAMIC,  # MaxSharedMemoryPerBlockOptin
-    106: CTAS_PER_SM,  # MaxBlocksPerMultiprocessor
-    111: SMEM_RESERVED,  # ReservedSharedMemoryPerBlock
+    106: SM_CTAS,  # MaxBlocksPerMultiprocessor
+    111: RESERVED,  # ReservedSharedMemoryPerBlock
     115: 1,  # MemoryPoolsSupported
     120: 1,  # ClusterLaunch
 }
@@ -84,18 +79,13 @@ class HostedDevice:
 
     def check_cooperative(self, entry: str, shape: LaunchShape, static_smem: int) -> None:
         """LaunchError for a cooperative launch of more CTAs than fit on the device at once."""
-        room = self.resident_ctas(shape.threads, static_smem + shape.dynamic_smem) * self.attribute(_SM_COUNT)
+        room = ctas_of_sm(shape.threads, static_smem + shape.dynamic_smem) * self.attribute(_SM_COUNT)
         ctas = shape.grid[0] * shape.grid[1] * shape.grid[2]
         if ctas > room:
             raise LaunchError(
                 f"{entry}: a cooperative launch of {ctas} CTAs, of which only {room} fit on the device at once",
                 COOPERATIVE_TOO_LARGE,
             )
-
-    def resident_ctas(self, threads: int, smem: int) -> int:
-        """How many CTAs of `threads` threads and `smem` bytes one SM holds at once. Registers are not counted."""
-        by_smem = SMEM_PER_SM // (smem + SMEM_RESERVED)
-        return min(CTAS_PER_SM, THREADS_PER_SM // max(1, -(-threads // 32) * 32), by_smem)
 
 
 # The state of the CUDA runtime during one call of a host function, and the launches that the call has made.

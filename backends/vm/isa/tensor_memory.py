@@ -21,7 +21,7 @@ from backends.vm.machine.code import NEXT, Wait
 from backends.vm.machine.undefined import BecameUndefined
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import pending_stamp
-from backends.vm.memory.shared import OFFSET_MASK, SM_SHARED
+from backends.vm.memory.shared import OFFSET_MASK
 from backends.vm.memory.tmem import COLUMNS, LANES, Index, Meeting, TensorMemory, free_places
 from backends.vm.ptx.ast import Operand, Sink
 from backends.vm.tensor.tmem_layout import (
@@ -106,7 +106,7 @@ def _alloc_one(warp: Warp, columns: int, line: int, give: Callable[[int], None])
     tmem = warp.cta.tmem
     if places := free_places(tmem.owned, columns):
         first = _chosen(warp, places)
-        tmem.allocate(first, columns, line)
+        tmem.allocate(first, columns, line, warp.stamp)
         give(first)
         return NEXT
     return Wait(
@@ -119,9 +119,9 @@ def _alloc_one(warp: Warp, columns: int, line: int, give: Callable[[int], None])
 def _chosen(warp: Warp, places: list[int]) -> int:
     """One of the free places: the schedule says which, as another CTA of the kernel may hold the others.
 
-    If shared memory has no room for two CTAs on an SM, it is the first. DeepGEMM relies on that.
+    If an SM has no room for two CTAs, it is the first. DeepGEMM relies on that.
     """
-    alone = 2 * warp.cta.smem.size > SM_SHARED
+    alone = warp.cta.tmem.ctas_of_sm == 1
     return places[0 if alone else warp.cta.machine.schedule.place(len(places))]
 
 
@@ -139,7 +139,7 @@ def _alloc_pair(warp: Warp, columns: int, offset: int, line: int, give: Callable
         if meeting.first is None:
             meeting.first = _chosen(warp, free())
             for cta in both:
-                cta.tmem.allocate(meeting.first, columns, line)
+                cta.tmem.allocate(meeting.first, columns, line, warp.stamp)
             warp.cta.machine.engine.events += 1
         give(meeting.first)
         _met(warp, meeting)

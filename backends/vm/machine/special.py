@@ -11,12 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.machine.code import LANES
-from backends.vm.memory.shared import RESERVED, RESERVED_USED
+from backends.vm.memory.shared import RESERVED, RESERVED_USED, SM_SHARED
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp
 
 Dim3 = tuple[int, int, int]
+SM_THREADS = 2048
+SM_CTAS = 32
+"""Threads and CTAs that an SM holds at once (CUDA programming guide, compute capabilities 9.0 and 10.0)."""
+
+
+def ctas_of_sm(threads: int, smem: int) -> int:
+    """How many CTAs an SM holds at once, each of `threads` threads and of `smem` bytes of shared memory, without the
+    reserved ones. Registers are not counted."""
+    return min(SM_CTAS, SM_THREADS // (-(-max(threads, 1) // LANES) * LANES), SM_SHARED // (smem + RESERVED))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,11 +39,18 @@ ALL = np.uint32(0xFFFFFFFF)
 
 @dataclass(slots=True)
 class Allocation:
-    """Columns `first` .. `first + columns - 1`, allocated at PTX line `line`."""
+    """Columns `first` .. `first + columns - 1`, allocated at PTX line `line` by a warp in an epoch (`stamp`).
+
+    `beside`: the allocations that the CTA held then and still holds. `kept`: columns of others that it has freed since,
+    and only after it had got these.
+    """
 
     first: int
     columns: int
     line: int
+    stamp: int
+    beside: list[Allocation]
+    kept: int = 0
 
 
 @dataclass(slots=True)
@@ -73,10 +80,12 @@ class TensorMemory:
     of a tcgen05.ld that may still read the cell: negative once one of its registers has been used, 0 after its wait.
     After the wait `reader` has the stamp of the wait, `waited_line` its PTX line and `begun` the stamp of the load.
     `unwaited_overwrites` counts the writes to cells where it was negative. `closed`: by column, the line of a dealloc
-    that one CTA of the pair has executed.
+    that one CTA of the pair has executed. `ctas_of_sm`: so many CTAs of the kernel have room on one SM; `further` are
+    the allocations of a CTA that held some already.
     """
 
     agents: Agents
+    ctas_of_sm: int = 1
     data: Words = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint32))
     defined: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.bool_))
     hidden: Words | None = None
@@ -98,14 +107,19 @@ class TensorMemory:
     peak_columns: int = 0
     unwaited_overwrites: int = 0
     smallest: int = COLUMNS
+    further: list[Allocation] = field(default_factory=list[Allocation])
 
-    def allocate(self, first: int, columns: int, line: int) -> None:
+    def allocate(self, first: int, columns: int, line: int, stamp: int) -> None:
         """Allocate columns. The count is a power of two in 32..512, at most that of the allocation before."""
         if columns > self.smallest:
             raise Fault("tmem-alloc", f"{columns} columns asked for after an allocation of {self.smallest}: the count "
                         "may not grow from one allocation of a CTA to the next")  # fmt: skip
         self.smallest = columns
-        self.allocations.append(Allocation(first, columns, line))
+        if self.allocations:
+            self.further.append(Allocation(first, columns, line, stamp, [*self.allocations]))
+            self.allocations.append(self.further[-1])
+        else:
+            self.allocations.append(Allocation(first, columns, line, stamp, []))
         self.owned[first : first + columns] = True
         self.peak_columns = max(self.peak_columns, int(self.owned.sum()))
 
@@ -132,6 +146,7 @@ class TensorMemory:
                 cells = slice(0, LANES), slice(allocation.first, allocation.first + columns)
                 self._check_quiet(cells, clock)
                 self.closed[cells[1]] = 0
+                self._keeps(allocation, clock)
                 self.allocations.remove(allocation)
                 self.owned[cells[1]] = False
                 self.defined[cells] = False
@@ -143,6 +158,22 @@ class TensorMemory:
         raise Fault("tmem-dealloc", f"tcgen05.dealloc of {counted(columns, 'column')} at {address:#x}; live "
                     f"allocations: {held}",
                     address=address)  # fmt: skip
+
+    def _keeps(self, freed: Allocation, clock: Clock) -> None:
+        """Report what is freed only after a further allocation, if CTAs of one SM can so wait for each other."""
+        for one in [one for one in self.further if freed in one.beside]:
+            one.beside.remove(freed)
+            if not one.beside:
+                self.further.remove(one)
+            if clock.comes_after(agent_of(one.stamp), one.stamp & EPOCH_MASK):
+                one.kept += freed.columns
+                ctas = min(self.ctas_of_sm, COLUMNS // one.kept)
+                left = COLUMNS - ctas * one.kept
+                if ctas > 1 and left < one.columns:
+                    report(Fault("tmem-hold-and-wait", f"frees {freed.columns} columns only after the CTA has got "
+                                 f"{one.columns} more at PTX line {one.line}, while it keeps {one.kept}; {ctas} such "
+                                 f"CTAs, for which an SM has room, leave {left}, so that each waits for the others",
+                                 other=OtherAccess("the CTA", "allocates", one.line)))  # fmt: skip
 
     def _check_owned(self, index: Index, action: str) -> None:
         _check_bounds(index, action)

@@ -347,6 +347,50 @@ def test_an_allocation_that_does_not_fit_waits_for_a_dealloc() -> None:
     assert_clean(Kernel(body, {"out": np.zeros(2, np.uint32)}, block=(64, 1, 1)), {"out": np.array([1, 2])})
 
 
+HOLDING = """.shared .align 4 .b32 first; .shared .align 4 .b32 second;
+setp.ne.u32 %p1, %warp, 0;
+@%p1 bra END;
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [first], COLUMNS;
+ld.shared.u32 %r1, [first];
+BETWEEN
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [second], MORE;
+ld.shared.u32 %r2, [second];
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, MORE;
+@%p1 bra END;
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, COLUMNS; //!
+END: ret;"""
+
+
+def holding(columns: int, more: int, between: str = "", smem: int = 0) -> Kernel:
+    """A warp that keeps columns until it has got more, except for what it does in between."""
+    body = HOLDING.replace("COLUMNS", str(columns)).replace("MORE", str(more)).replace("BETWEEN", between)
+    return Kernel(body, dynamic_smem=smem)
+
+
+@pytest.mark.parametrize(("columns", "more"), [(256, 256), (128, 128), (256, 32)])
+def test_columns_that_are_kept_until_there_are_more(columns: int, more: int) -> None:
+    """CTAs of one SM may each hold what the others wait for: two with 256 columns, four with 128."""
+    assert_blamed(holding(columns, more), "tmem-hold-and-wait", f"{more} more at PTX line")
+
+
+FREED_FIRST = """tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 256;
+setp.eq.u32 %p1, 0, 0;"""
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        holding(256, 256, smem=113 << 10),
+        holding(128, 128, smem=70 << 10),
+        holding(256, 256, FREED_FIRST),
+        replace(holding(256, 256), block=(512, 1, 1), directives=".maxnreg 128"),
+    ],
+    ids=["one CTA has room", "three CTAs have room", "freed before", "the registers suffice for one CTA"],
+)
+def test_columns_that_no_other_cta_waits_for(kernel: Kernel) -> None:
+    assert_clean(kernel, {})
+
+
 def test_two_allocations_that_never_fit_together_are_a_deadlock() -> None:
     body = f""".shared .align 4 .b32 taddr;
     {tmem_alloc(512)}
