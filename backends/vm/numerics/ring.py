@@ -21,7 +21,7 @@ upper half, the bits of its bf16.
 
 Powers of 38 are 1 modulo 37. A sum of n of them is a unit unless 37 divides n. So a kernel with split keys may divide
 each part by its own sum and multiply by it later: modulo a power of 2 every even number of keys would lose bits. Such a
-kernel still differs from others where 37 divides the number of keys that a row sees in a part.
+kernel still differs from others where 37 divides the number of keys, a sink included, that a row sees in a part.
 
 A logarithm has no other product, no logarithm, no reciprocal and no bf16. Logarithms of two bases have no sum, and ex2
 takes one of base 2 only. Such a result is NOTHING. Executing it is refused, and so is an operation without a
