@@ -118,5 +118,6 @@ It refuses, although silicon may run it:
 
 ex2, rcp, rsqrt, lg2, sin, cos and tanh have an H200's bits for every target; that Blackwell has them too is assumed.
 Matrix accumulation follows a declared policy (fast, exact, hopper). Blackwell's own is undocumented. Under the policy
-"ring" all floats are elements of Z / 2^16 (numerics/ring.py), so that no term of attention's o hides in a tolerance.
+"ring" all floats are elements of Z / 37^3 (numerics/ring.py), so that no term of attention's o and lse hides in a
+tolerance, with keys split or not.
 """

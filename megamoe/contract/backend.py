@@ -61,7 +61,7 @@ class RunOptions:
 
     `accumulate`: how matrix products are summed: "fast" (float32 BLAS), "exact" (float64) or "hopper" (bit-exact model
     of an H200; VM only). With "ring" all floats are elements of a ring, so every order of a sum gives one answer
-    (attention's o on the VM only; see backends.vm.numerics.ring).
+    (attention's o and lse on the VM only; see backends.vm.numerics.ring).
 
     `step_budget`: the VM calls a program hung after this many steps.
 

@@ -1,23 +1,23 @@
 """Lane-wise float instructions when floats are elements of a ring (backends.vm.numerics.ring).
 
 Copies, loads, stores and selections move words as usual. Executing any other float computation that is not defined here
-is an error: nothing is guessed.
+is an error, and so is a result without a meaning in an active lane: nothing is guessed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
 
-from backends.vm.bind.binder import Binder, Compute, lanewise
+from backends.vm.bind.binder import Binder, Compute, OutsideRingError, bind_lanewise, lanewise, write
 from backends.vm.bind.forms import Step, in_ring
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.isa import compare, convert_ops, float32
-from backends.vm.machine.undefined import BecameUndefined, all_bits
 from backends.vm.machine.warp import Warp
-from backends.vm.memory.definedness import Origin
 from backends.vm.numerics import ring
+from backends.vm.numerics.f32 import Float32
 
 
 def check_multiplied(policy: str, kind: str, *, plain: bool) -> None:
@@ -30,18 +30,39 @@ def check_multiplied(policy: str, kind: str, *, plain: bool) -> None:
         )
 
 
-_LANEWISE = {"add": (ring.add, 2), "sub": (ring.sub, 2), "mul": (ring.mul, 2), "fma": (ring.fma, 3)}
+_LANEWISE: Mapping[str, tuple[Compute, int]] = {
+    name: (cast(Compute, compute), count)
+    for name, compute, count in (
+        ("add", ring.add, 2), ("sub", ring.sub, 2), ("mul", ring.mul, 2), ("div", ring.div, 2), ("fma", ring.fma, 3),
+        ("mad", ring.fma, 3), ("neg", ring.negate, 1), ("ex2", ring.ex2, 1), ("lg2", ring.lg2, 1), ("rcp", ring.rcp, 1),
+    )
+}  # fmt: skip
 
 
-@in_ring(float32.arithmetic, float32.arithmetic_pair, float32.fma)
+def _check_meant(warp: Warp, words: Float32, refusal: OutsideRingError) -> None:
+    if ring.meaningless(words)[warp.mask].any():
+        raise refusal
+
+
+@in_ring(float32.arithmetic, float32.arithmetic_pair, float32.fma, float32.div, float32.div_approximate,
+         float32.sign_bit, float32.rounded_function, float32.approximate)  # fmt: skip
 def arithmetic(b: Binder) -> Step:
-    """Sums and products. Rounding modes and `.ftz` change nothing."""
-    kind = b.instruction.parts[-1]
-    if kind not in ("f32", "f32x2") or b.words.get("sat"):
+    """Sums, products, quotients, neg, ex2, lg2 and rcp. Rounding modes and `.ftz` change nothing."""
+    name, kind = b.instruction.parts[0], b.instruction.parts[-1]
+    if kind not in ("f32", "f32x2") or b.words.get("sat") or name not in _LANEWISE:
         raise b.outside_ring()
-    name = b.instruction.parts[0]
-    compute, count = _LANEWISE["fma" if name == "mad" else name]
-    return lanewise(b, kind, cast(Compute, compute), count)
+    compute, count = _LANEWISE[name]
+    d, *operands = b.expect(count + 1)
+    rd, refusal = b.destination(d, kind), b.outside_ring()
+    sources = [b.source(operand, kind) for operand in operands]
+
+    def step(warp: Warp) -> None:
+        rows = getattr(warp, kind)
+        words = cast(Float32, compute(*[rows[row] for row in sources]))
+        _check_meant(warp, words, refusal)
+        write(warp, rows[rd], words)
+
+    return step
 
 
 @in_ring(float32.extremum)
@@ -55,51 +76,47 @@ def extremum(b: Binder) -> Step:
     return lanewise(b, "f32", cast(Compute, lambda a, c, e: choose(choose(a, c), e)), 3)
 
 
-@in_ring(float32.sign_bit, float32.rounded_function, float32.approximate)
-def function(b: Binder) -> Step:
-    """neg, ex2 and rcp. lg2 has too few defined bits in the ring: its result is undefined, and a fault where used."""
-    functions = {"neg": ring.negate, "ex2": ring.ex2, "rcp": ring.rcp}
-    name = b.instruction.parts[0]
-    if name == "lg2":
-        return _undefined(b)
-    if name not in functions:
-        raise b.outside_ring()
-    return lanewise(b, "f32", cast(Compute, functions[name]), 1)
-
-
-def _undefined(b: Binder) -> Step:
-    d, a = b.expect(2)
-    rd, line = b.destination(d, "u32"), b.instruction.line
-    b.source(a, "f32")
-    origin = Origin("uninitialised-register", f"the logarithm of PTX line {line}, which an element of the ring has not")
-
-    def step(warp: Warp) -> None:
-        warp.undefined.put((32, rd), all_bits(32, warp.mask), warp.mask, origin)
-        raise BecameUndefined
-
-    return step
-
-
 @in_ring(compare.setp_float)
 def setp(b: Binder) -> Step:
-    """eq and ne compare elements. The others use max's order."""
+    """eq and ne compare elements and bases. The others use max's order."""
     ordered = compare.INTEGER_COMPARISONS.get(b.words["cmp"].removesuffix("u"))
     if b.instruction.parts[-1] != "f32" or ordered is None:
         raise b.outside_ring()
     return compare.bind_setp(b, "f32", lambda a, c: ordered(ring.order(a), ring.order(c)))
 
 
+_TO_FLOAT: Mapping[str, tuple[str, Compute]] = {
+    "bf16": ("u16", ring.widened), "s32": ("s32", ring.words_of), "u32": ("u32", ring.words_of),
+}  # fmt: skip
+"""Types that cvt converts to float32: their views, and how."""
+
+
 @in_ring(convert_ops.cvt)
 def cvt(b: Binder) -> Step:
-    """Convert float32 to pairs of bf16."""
+    """Convert float32 to bf16 or a pair of bf16, and bf16 and integers to float32."""
     *between, dst, src = b.instruction.parts[1:]
-    if src != "f32" or dst != "bf16x2" or {"relu", "satfinite"} & set(between):
+    if {"relu", "sat", "satfinite"} & set(between):
         raise b.outside_ring()
-    d, high, low = b.expect(3)
-    rd, ra, rc = b.destination(d, "u32"), b.source(high, "f32"), b.source(low, "f32")
+    if src == "f32" and dst in ("bf16", "bf16x2"):
+        return _shortened(b)
+    if dst != "f32" or src not in _TO_FLOAT:
+        raise b.outside_ring()
+    view, compute = _TO_FLOAT[src]
+    return bind_lanewise(b, "f32", [view], compute)
+
+
+def _shortened(b: Binder) -> Step:
+    pair = b.instruction.parts[-2] == "bf16x2"
+    d, *operands = b.expect(3 if pair else 2)
+    view = "u32" if pair else "u16"
+    rd, refusal = b.destination(d, view), b.outside_ring()
+    sources = [b.source(operand, "f32") for operand in operands]
 
     def step(warp: Warp) -> None:
-        packed = ring.elements_of(warp.f32[ra]).astype(np.uint32) << np.uint32(16)
-        np.copyto(warp.u32[rd], packed | ring.elements_of(warp.f32[rc]), where=warp.where)
+        halves = [ring.rounded(warp.f32[source]) for source in sources]
+        for half in halves:
+            _check_meant(warp, half, refusal)
+        low = halves[-1].view(np.uint32) >> np.uint32(16)
+        write(warp, getattr(warp, view)[rd], halves[0].view(np.uint32) | low if pair else low)
 
     return step

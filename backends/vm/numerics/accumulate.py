@@ -149,8 +149,8 @@ def _in_ring(a: Float32, b: Float32, c: Float32 | None, kind: str) -> Float32:
     # Elements that a sparse A does not store are 0, and in the ring 0 times any word is 0, even infinities and NaN.
     if kind != "bf16":
         raise ValueError(f"operands of {kind} are no elements of the ring; those of bf16 are.")
-    product = ring.products(ring.upper_halves(a), ring.upper_halves(b))
-    return ring.words_of(product if c is None else product + ring.elements_of(c))
+    product = ring.words_of(ring.products(ring.elements_of(a), ring.elements_of(b)))
+    return product if c is None else ring.add(product, c)
 
 
 def _without_gaps(a: Float64, b: Float64, c: Float32 | None, stored: Mask) -> Float32:

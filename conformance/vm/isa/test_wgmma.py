@@ -13,6 +13,7 @@ import pytest
 from backends.vm.bind import lanes
 from backends.vm.faults import Fault, UnknownInstructionError
 from backends.vm.machine import code
+from backends.vm.numerics import ring
 from backends.vm.tensor.fragments import to_matrix, to_registers, wgmma_accumulator, wgmma_operand_a
 from conformance import SILICON
 from conformance.vm.kernel import Kernel
@@ -371,5 +372,5 @@ def test_sparse_products_in_the_ring_know_no_infinities() -> None:
     b[::3, :4] = [0x7F80, 0xFF80, 0x7FC1, 0xFF81]
     metadata, dense = drawn_metadata(64, 32, 2, draw)
     found = sparse_product("bf16", stored, b, metadata, "ring")
-    wanted = dense(stored.astype(np.int64)) @ b.T.astype(np.int64) % 65536
-    assert np.array_equal(found >> 16, wanted), "the upper half of a word of D is the sum modulo 2^16"
+    of_a, of_b = (ring.elements_of(ring.widened(one)).astype(np.int64) for one in (stored, b))
+    assert np.array_equal(ring.elements_of(found.view(np.float32)), dense(of_a) @ of_b.T % ring.SIZE)

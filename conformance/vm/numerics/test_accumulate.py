@@ -158,7 +158,8 @@ def test_in_the_ring_words_of_infinities_and_nan_are_words_like_others(with_c: b
     words_a, words_b = ((one.astype(np.uint32) << 16).view(np.float32) for one in (a, b))
     result = mma(words_a, words_b, ring.words_of(c) if with_c else None, k_per_instruction=16, kind="bf16",
                  policy="ring", stored=stored)  # fmt: skip
-    wanted = (a.astype(np.int64) @ b.T.astype(np.int64) + (c if with_c else 0)) % 65536
+    of_a, of_b = (ring.elements_of(words).astype(np.int64) for words in (words_a, words_b))
+    wanted = (of_a @ of_b.T + (c if with_c else 0)) % 37**3
     assert np.array_equal(ring.elements_of(result), wanted)
 
 

@@ -1,18 +1,25 @@
-"""The ring: sums, products, powers and reciprocals of its elements, and the tags."""
+"""The ring: sums, products, powers, reciprocals and logarithms of its elements, and the tags."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from backends.vm.numerics import ring
 from backends.vm.numerics.f32 import Float32
 
 LOWEST, HIGHEST = (np.full(1, value, np.float32) for value in (-np.inf, np.inf))
-EVERY = np.arange(1 << 16, dtype=np.uint16)
+EVERY = np.arange(37**3, dtype=np.uint32)
+UNITS = EVERY[EVERY % 37 > 0]
+LN_2, LOG2_E = (np.full(1000, value, np.float32) for value in (np.log(2), np.log2(np.e)))
 
 
 def drawn(seed: int) -> Float32:
-    return ring.words_of(np.random.default_rng(seed).integers(0, 1 << 16, 1000).astype(np.uint16))
+    return ring.words_of(np.random.default_rng(seed).integers(0, EVERY.size, 1000))
+
+
+def drawn_units(seed: int) -> Float32:
+    return ring.words_of(np.random.default_rng(seed).choice(UNITS, 1000))
 
 
 def same(a: Float32, b: Float32) -> bool:
@@ -29,28 +36,101 @@ def test_sums_go_in_any_order_and_products_distribute() -> None:
 def test_powers_turn_sums_into_products() -> None:
     a, b = drawn(4), drawn(5)
     assert same(ring.ex2(ring.add(a, b)), ring.mul(ring.ex2(a), ring.ex2(b)))
-    assert len(set(ring.POWERS.tolist())) == ring.POWERS.size, "fewer powers than 2^14 tell fewer terms apart"
+    assert len(set(ring.POWERS.tolist())) == 37**2, "fewer powers tell fewer terms apart"
 
 
-def test_a_reciprocal_undoes_every_odd_factor() -> None:
-    odd = ring.words_of(EVERY[1::2])
-    assert same(ring.mul(odd, ring.rcp(odd)), np.ones(odd.size, np.float32))
-    for element in (0, 2, 12, 40_000):
-        scaled = ring.mul(odd, ring.words_of(np.full(odd.size, element, np.uint16)))
-        expected = ring.mul(ring.rcp(odd), ring.rcp(ring.words_of(np.full(odd.size, element, np.uint16))))
-        assert same(ring.rcp(scaled), expected), f"a quotient by {element} depends on the reference"
+@pytest.mark.parametrize("count", [1, 36, 38, 512])
+def test_a_sum_of_powers_is_a_unit_unless_37_divides_their_number(count: int) -> None:
+    total = np.zeros(1000, np.float32)
+    for seed in range(count):
+        total = ring.add(total, ring.ex2(drawn(seed)))
+    assert same(ring.mul(total, ring.rcp(total)), np.ones(1000, np.float32))
+
+
+def test_a_reciprocal_undoes_every_unit() -> None:
+    units = ring.words_of(UNITS)
+    assert same(ring.mul(units, ring.rcp(units)), np.ones(units.size, np.float32))
+    for element in (0, 37, 74, 3 * 37**2):
+        factor = ring.words_of(np.full(units.size, element))
+        expected = ring.mul(ring.rcp(units), ring.rcp(factor))
+        assert same(ring.rcp(ring.mul(units, factor)), expected), f"a quotient by {element} depends on the reference"
+        assert same(ring.div(units, factor), ring.mul(units, ring.rcp(factor)))
+
+
+def test_a_logarithm_is_what_ex2_undoes() -> None:
+    words = ring.words_of(EVERY[1:])
+    assert same(ring.ex2(ring.lg2(words)), words)
+    assert len(set(ring.lg2(words).view(np.uint32).tolist())) == words.size
+    assert not (ring.lg2(words).view(np.uint32) == words.view(np.uint32)).any()
+
+
+def test_logarithms_turn_products_into_sums() -> None:
+    a, b, x = drawn(6), drawn_units(7), drawn(8)
+    of_a, of_b = ring.lg2(a), ring.lg2(b)
+    assert same(ring.lg2(ring.mul(a, b)), ring.add(of_a, of_b))
+    assert same(ring.lg2(ring.div(a, b)), ring.sub(of_a, of_b))
+    assert same(ring.lg2(ring.mul(ring.ex2(x), a)), ring.add(x, of_a))
+    assert same(ring.sub(of_b, x), ring.negate(ring.sub(x, of_b)))
+    assert same(ring.mul(of_b, ring.words_of(np.full(1000, 37**3 - 1))), ring.negate(of_b))
+
+
+def test_ln_2_changes_the_base_of_a_logarithm_and_log2_e_changes_it_back() -> None:
+    a, x = drawn(9), drawn(10)
+    binary = ring.lg2(a)
+    natural = ring.mul(binary, LN_2)
+    assert same(ring.mul(LOG2_E, natural), binary)
+    assert not (ring.order(natural) == ring.order(binary))[ring.elements_of(a) > 0].any(), "a base that is left out"
+    assert same(ring.mul(ring.add(x, binary), LN_2), ring.fma(x, LN_2, natural))
+    assert same(ring.add(natural, natural), ring.mul(ring.add(binary, binary), LN_2))
+    assert same(ring.mul(LN_2, LOG2_E), np.ones(1000, np.float32))
+
+
+def test_the_logarithm_of_0_is_lowest() -> None:
+    zero, a = np.zeros(1, np.float32), drawn(11)[:1]
+    for masked in (ring.lg2(zero), ring.fma(ring.lg2(zero), LN_2[:1], a), ring.sub(ring.lg2(zero), ring.lg2(a))):
+        assert same(masked, LOWEST)
+    nilpotent = ring.lg2(ring.words_of(np.full(1, 37**2)))
+    assert same(ring.add(nilpotent, nilpotent), LOWEST), "37^4 is 0"
+    assert same(ring.larger(LOWEST, ring.lg2(a)), ring.lg2(a))
+
+
+def test_what_has_no_meaning_is_nothing_and_stays_so() -> None:
+    a = drawn_units(12)
+    binary, two = ring.lg2(a), ring.words_of(np.full(1000, 2))
+    natural, lowest = ring.mul(binary, LN_2), np.repeat(LOWEST, 1000)
+    found = [
+        ring.mul(binary, binary), ring.mul(two, binary), ring.mul(binary, LOG2_E), ring.mul(natural, LN_2),
+        ring.add(binary, natural), ring.fma(binary, two, natural), ring.ex2(natural), ring.lg2(binary),
+        ring.lg2(lowest), ring.rcp(binary), ring.div(a, natural), ring.rounded(binary), ring.rounded(lowest),
+    ]  # fmt: skip
+    for number, one in enumerate(found):
+        assert ring.meaningless(one).all(), f"number {number}"
+    nothing = found[0]
+    for one in (ring.add(lowest, nothing), ring.mul(nothing, lowest), ring.negate(nothing), ring.ex2(nothing),
+                ring.lg2(nothing), ring.rcp(nothing), ring.rounded(nothing)):  # fmt: skip
+        assert ring.meaningless(one).all()
 
 
 def test_every_element_is_a_word_of_its_own_beside_the_tags() -> None:
     words = ring.words_of(EVERY)
     assert (ring.elements_of(words) == EVERY).all()
     assert not np.isin(words.view(np.uint32), np.concatenate([LOWEST, HIGHEST]).view(np.uint32)).any()
+    assert not ring.meaningless(words).any()
     spelled = np.array([0.0, -0.0, 1.0, -1.0], np.float32)
-    assert ring.elements_of(spelled).tolist() == [0, 0, 1, 0xFFFF], "numbers that a kernel spells"
+    assert ring.elements_of(spelled).tolist() == [0, 0, 1, 37**3 - 1], "numbers that a kernel spells"
+
+
+def test_bits_of_bf16_are_the_same_element_however_they_are_widened() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    finite = bits[(bits & 0x7FFF) != 0x7F80]
+    shifted = (finite.astype(np.uint32) << 16).view(np.float32)
+    assert same(ring.widened(finite), shifted)
+    assert same(ring.rounded(shifted), shifted)
+    assert not (ring.rounded(shifted).view(np.uint32) & 0xFFFF).any(), "bits that bf16 loses"
 
 
 def test_what_is_masked_stays_masked_and_weighs_nothing() -> None:
-    a = drawn(6)[:1]
+    a = drawn(13)[:1]
     for masked in (ring.add(LOWEST, a), ring.fma(LOWEST, a, a), ring.add(LOWEST, HIGHEST), ring.sub(a, HIGHEST)):
         assert same(masked, LOWEST)
     assert same(ring.ex2(LOWEST), np.zeros(1, np.float32))
@@ -60,7 +140,6 @@ def test_what_is_masked_stays_masked_and_weighs_nothing() -> None:
 
 
 def test_matrix_products_wrap() -> None:
-    a, b = (drawn(seed).view(np.uint32)[:512].reshape(8, 64) >> 16 for seed in (7, 8))
-    product = ring.products(a.astype(np.uint16), b.astype(np.uint16))
-    exact = [[sum(int(x) * int(y) for x, y in zip(row, column, strict=True)) % 65536 for column in b] for row in a]
-    assert product.tolist() == exact
+    a, b = (ring.elements_of(drawn(seed)[:512].reshape(8, 64)) for seed in (14, 15))
+    exact = [[sum(int(x) * int(y) for x, y in zip(row, column, strict=True)) % 37**3 for column in b] for row in a]
+    assert ring.products(a, b).tolist() == exact
