@@ -52,8 +52,8 @@ It does NOT notice, and why:
   weak store sets; nor a strong write after a weak one. A weak write after a strong one is a race, and so is a strong
   write beside a weak load, whichever comes first. In global memory an atomic after a weak load counts as no write if it
   leaves what was there, as a failed compare-and-swap does (PTX ISA 8.4).
-- A strong load whose scope, or that of the write beside it, leaves a thread out, and a bulk reduction before an atomic
-  of too narrow a scope. Two strong writes of other kinds are noticed (memory/strong_writes.py).
+- A strong write of too narrow a scope after a strong load, and a strong access of too narrow a scope after a bulk
+  reduction. After a strong write by a thread it is noticed (memory/strong_writes.py).
 - In shared memory, where races are judged by byte (memory/marks.py), a race with a write of the value that is there
   already. Threads that write it do not race (PTX ISA 8.7.2), and whoever comes later is held only to the last of them.
 - A store of one or two bytes of shared memory over what a warp has read, if another warp has read these bytes since

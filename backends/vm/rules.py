@@ -68,9 +68,10 @@ _ALL = (
     ),
     _error(
         "scope-too-narrow", "8.10.3",
-        "Two strong writes (atomics, volatile and relaxed stores) to the same memory are not ordered, and the scope of "
-        "one leaves out the other's thread: .cta reaches no other CTA, .cluster no other cluster. Atomics are then not "
-        "atomic to each other, and an update may be lost.",
+        "A strong access (an atomic, volatile, relaxed and up) follows a strong write to the same memory, nothing "
+        "orders the two, and the scope of one leaves out the other's thread: .cta reaches no other CTA, .cluster no "
+        "other cluster. Atomics are then not atomic to each other, and an update may be lost. A load may go on "
+        "returning an older value.",
         "Use a scope that includes both threads: .cluster within a cluster, .gpu beyond (`atomicAdd`, not "
         "`atomicAdd_block`; `cuda::thread_scope_device`, not `thread_scope_block`).",
         "a scope that includes both threads",

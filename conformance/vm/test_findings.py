@@ -35,6 +35,7 @@ from conformance.vm.kernel import (
 from conformance.vm.kernel import STAGES as COPY_STAGES
 from conformance.vm.machine.test_cluster_life import EARLY_USES, MEET_RELAXED, early
 from conformance.vm.machine.test_setmaxnreg import again as resized
+from conformance.vm.memory.test_faults_tensor import holding
 from conformance.vm.memory.test_mbarrier import waited_once
 from conformance.vm.tensor_kernel import COMMIT, MMA, STAGES, mma_kernel
 from conformance.vm.tensor_kernel import LOAD as TMEM_LOAD
@@ -259,6 +260,7 @@ GRADED = {
     "lanes-unordered": (exchanged(""), exchanged(LANES_MEET)),
     "constant-load-of-written": (constant_load("%out"), constant_load("%x")),
     "tensor-map-not-released": (remapped(""), remapped("fence.proxy.tensormap::generic.release.gpu;")),
+    "tmem-hold-and-wait": (holding(256, 256), holding(256, 256, smem=113 << 10)),
     "wide-bit-field": (wide_field(256), wide_field(255)),
     "setmaxnreg-unsynchronised": (resized("", ""), resized("", "bar.sync 0;")),
     "peer-not-started": (early(EARLY_USES["a store"]), early(EARLY_USES["a store"], MEET_RELAXED)),

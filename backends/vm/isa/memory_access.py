@@ -95,7 +95,7 @@ def ld(b: Binder) -> Step:
     targets = [(column, view, b.destination(items[column], view, wider=True)) for column, view in views]
     address, base, _ = addressed = b.addressed(a)
     sem, scope = b.words.get("sem", ""), b.words.get("scope", "")
-    strong = "sem" in b.words and _strong(b)
+    strong = Strong(scope, "load") if "sem" in b.words and _strong(b) else None
     used, line = b.rows.used, b.instruction.line
     rows_of = {column: (WIDTH_OF_VIEW[view], row) for column, view, row in targets}
     quick, constant = None, bool(b.words.get("nc"))
@@ -369,7 +369,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
     else:
         update = _UPDATES[next(part for part in parts if part in _UPDATES)]
     sem, scope = b.words["sem"], b.words["scope"]
-    reach = Strong(scope, atomic=True)
+    reach = Strong(scope, "atomic")
     single = kind == "f32" and "add" in parts
     kind = "b32" if single else kind
     element = _Element.of(kind)
@@ -388,7 +388,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         if d is not None:
             # A red acquires nothing, even before a fence (PTX ISA 8.11.1).
             access.synchronise(warp, space, places, sem, scope, acquire=True)
-        loaded, missing = read(warp, space, places, element.size, strong=True, lanes=lanes[first])
+        loaded, missing = read(warp, space, places, element.size, strong=reach, lanes=lanes[first])
         found = loaded.view(element.dtype)
         held = element.numbers(found if element.kind == "b128" else found[:, 0])
         returned: list[int | float] = []
@@ -428,7 +428,7 @@ def _distinct(
 
 
 def _defined(
-    warp: Warp, space: str, addresses: npt.NDArray[np.int64], size: int, *, strong: bool, lanes: npt.NDArray[np.int64]
+    warp: Warp, space: str, addresses: npt.NDArray[np.int64], size: int, *, strong: Strong, lanes: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint8], None]:
     """As access.take, for memory where every byte matters: undefined bytes are reported."""
     return access.load(warp, space, addresses, size, strong=strong, lanes=lanes), None

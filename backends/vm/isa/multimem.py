@@ -40,13 +40,14 @@ def ld_reduce(b: Binder) -> Step:
     view, count = _elements(b)
     rows = [b.destination(item, view) for item in b.vector(d, count)]
     place, sem, scope = b.address(address), b.words.get("sem", ""), b.words.get("scope", "")
+    strong = Strong(scope, "load") if sem else None
     dtype = np.dtype(f"u{int(view[1:]) // 8}")
 
     def step(warp: Warp) -> None:
         addresses = place(warp)[warp.mask]
         if sem:
             access.synchronise(warp, "global", addresses, sem, scope, acquire=True)
-        loaded = access.load(warp, "global", addresses, dtype.itemsize * count, strong=bool(sem)).view(dtype)
+        loaded = access.load(warp, "global", addresses, dtype.itemsize * count, strong=strong).view(dtype)
         for column, row in enumerate(rows):
             getattr(warp, view)[row][warp.mask] = loaded[:, column]
 

@@ -18,6 +18,7 @@ from backends.vm.bind.forms import Step, opcode
 from backends.vm.faults import Fault
 from backends.vm.machine import access
 from backends.vm.machine.warp import Warp
+from backends.vm.memory.strong_writes import Strong
 from backends.vm.ptx.ast import Symbol, Vector
 
 MAX_STRING = 4096
@@ -130,7 +131,7 @@ def _read(warp: Warp, lane: int, address: int, size: int) -> bytes:
     lanes = np.array([lane])
     # Signed like all address registers: addresses of the upper half are in no window.
     at = np.array([address % 2**64], np.uint64).view(np.int64)
-    return access.load(warp, "", at, size, strong=True, lanes=lanes)[0].tobytes()
+    return access.load(warp, "", at, size, strong=Strong(kind="load"), lanes=lanes)[0].tobytes()
 
 
 def _string(warp: Warp, lane: int, address: int) -> str:

@@ -86,8 +86,9 @@ def visit(warp: Warp, cta: Cta, line: int) -> None:
 
 
 def load(
-    warp: Warp, space: str, addresses: Addresses, size: int, *, strong: bool = False, lanes: Addresses | None = None
-) -> Bytes:
+    warp: Warp, space: str, addresses: Addresses, size: int, *, strong: Strong | None = None,
+    lanes: Addresses | None = None,
+) -> Bytes:  # fmt: skip
     """As `take`, for an instruction that depends on each byte: reports a Fault if one is undefined."""
     lanes = active(warp) if lanes is None else lanes
     values, missing = take(warp, space, addresses, size, strong=strong, lanes=lanes)
@@ -106,7 +107,7 @@ def take(
     addresses: Addresses,
     size: int,
     *,
-    strong: bool = False,
+    strong: Strong | None = None,
     lanes: Addresses | None = None,
     constant: bool = False,
 ) -> tuple[Bytes, Missing | None]:
@@ -136,7 +137,7 @@ def take(
 
 
 def _take(
-    warp: Warp, space: str, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool, constant: bool
+    warp: Warp, space: str, addresses: Addresses, size: int, lanes: Addresses, *, strong: Strong | None, constant: bool
 ) -> tuple[Bytes, Missing | None]:
     space, addresses = resolve(space, addresses)
     if space.startswith("shared"):
@@ -160,8 +161,10 @@ def _take(
     buffer, offsets = machine.memory.locate(addresses, size, "load")
     if buffer is None:
         return _split_load(warp, addresses, size, lanes, strong=strong, constant=constant)
-    if buffer.writable and not strong:
+    if buffer.writable and strong is None:
         machine.races.read(buffer, addresses, size, warp, warp.stamp, lanes=lanes, constant=constant)
+    elif buffer.writable and strong is not None and strong.kind == "load":
+        machine.races.read_strongly(buffer, addresses, size, warp, strong)
     return read_pieces(buffer.data, offsets, size), missing_in(buffer, offsets, size)
 
 
@@ -277,7 +280,7 @@ def _undefine_global(warp: Warp, addresses: Addresses, missing: Mask, origin: Or
 
 
 def _split_load(
-    warp: Warp, addresses: Addresses, size: int, lanes: Addresses, *, strong: bool, constant: bool
+    warp: Warp, addresses: Addresses, size: int, lanes: Addresses, *, strong: Strong | None, constant: bool
 ) -> tuple[Bytes, Missing | None]:
     """A load whose lanes lie in several buffers, done lane by lane."""
     one = [slice(i, i + 1) for i in range(addresses.size)]

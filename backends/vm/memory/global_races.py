@@ -3,10 +3,10 @@
 A mark is the serial number of a cluster (bits 63..32) above a stamp of clocks.py. 0 means no access: the start of a
 launch comes after everything before it, but for dependent launches (dependent_launches.py). Granules have 16 bytes
 until a smaller access is seen. Strong accesses (atomics, volatile, relaxed and up) race with weak ones: a strong write
-with a weak read, whichever comes first, and a weak write after it. Two strong writes race where a scope is too narrow
-(strong_writes.py). Nothing else is noticed of strong accesses. A bulk copy that reads or overwrites generic writes of
-the same launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2), and so does a bulk reduction
-into weak ones. In the other direction, the end of each copy is a proxy fence.
+with a weak read, whichever comes first, and a weak write after it. A strong access after a strong write races with it
+where a scope is too narrow (strong_writes.py). Nothing else is noticed of strong accesses. A bulk copy that reads or
+overwrites generic writes of the same launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2),
+and so does a bulk reduction into weak ones. In the other direction, the end of each copy is a proxy fence.
 
 Clocks are per warp, and what lanes.py says of shared memory holds here too: a lane may read what another lane of its
 warp wrote, or what only other lanes have released, only after a meeting. What only other lanes have acquired it does
@@ -276,6 +276,13 @@ class GlobalRaces:
         shadow.read_line[granules] = line = warp.agents.line()
         if constant:
             shadow.note_constant(granules, line)
+
+    def read_strongly(self, buffer: Buffer, addresses: Addresses, size: int, warp: Accessor, strong: Strong) -> None:
+        """As `read`, for a `strong` load: it races with strong writes where a scope leaves a thread out."""
+        shadow = self._shadows.get(buffer.base)
+        if shadow is not None and (strong.short or shadow.scopes is not None):
+            granules = shadow.granules(addresses, size)
+            self._check_scopes(GlobalAccesses("is read", buffer, shadow, granules, warp, None, True), strong)
 
     def write(
         self,

@@ -128,12 +128,13 @@ class SharedMemory:
         self.check(np.array([offset], np.int64), size, access)
 
     def load(
-        self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False,
+        self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: Strong | None = None,
         lanes: Addresses | None = None, meetings: int = 0,
     ) -> tuple[Bytes, Mask | None]:  # fmt: skip
         """Generic-proxy read of uint8 [n, size], and which of its bytes are undefined (None: none).
 
-        Checks bulk copies in flight and races. `strong` accesses (atomics, volatile, relaxed and up) race with nothing.
+        Checks bulk copies in flight and races. A `strong` access (an atomic, volatile, relaxed and up) races only with
+        strong writes of another CTA, where a scope leaves a thread out.
         `lanes` [n] of a warp that has met `meetings` times read; by default it does not matter which.
         """
         self.check(offsets, size, "load")
@@ -141,10 +142,12 @@ class SharedMemory:
         granules = _granules(index)
         clash = self._check_idle(granules, "read")
         defined = self.defined[index]
-        if not strong:
+        if strong is None:
             if not clash:
                 self._check_writers(granules, clock, "read", index)
             self._note_readers(granules, clock, stamp, index, (lanes, meetings))
+        elif strong.kind == "load" and self.agents.size > 1 and (strong.short or self.scopes is not None):
+            self._check_scopes(granules, clock, strong, stamp, index, np.zeros((offsets.size, 1), np.bool_))
         return self.data[index], None if count_nonzero(defined) == defined.size else ~defined
 
     def check_lanes(self, offsets: Addresses, size: int, lanes: Addresses, by: tuple[int, int], action: str) -> None:
@@ -286,9 +289,9 @@ class SharedMemory:
     def _check_scopes(
         self, granules: Granules, clock: Clock, strong: Strong, stamp: int, index: Addresses, spared: Mask
     ) -> None:
-        """Report strong writes of another CTA that are not morally strong with this one, and not ordered before it.
+        """Report strong writes of another CTA that are not morally strong with this access, and not ordered before it.
 
-        `spared` [n, 1]: writes that do not matter.
+        `spared` [n, 1]: accesses that do not matter.
         """
         if self.scopes is None:
             self.scopes = np.zeros(self.data.size, np.int8)

@@ -90,7 +90,7 @@ class RecordedSharedMemory(SharedMemory):
         self._touch = touch
 
     def load(
-        self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: bool = False,
+        self, offsets: Addresses, size: int, clock: Clock, stamp: int, *, strong: Strong | None = None,
         lanes: Addresses | None = None, meetings: int = 0,
     ) -> tuple[Bytes, Mask | None]:  # fmt: skip
         """As SharedMemory.load."""

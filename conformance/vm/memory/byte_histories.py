@@ -186,7 +186,9 @@ class Run:
         if not strong:
             memory.check_lanes(offsets, size, lanes, (warp, met), "read by")
             self.agents.reads.read(warp, met, int((1 << lanes).sum()))
-        values, _ = memory.load(offsets, size, clock, mark, strong=strong, lanes=lanes, meetings=met)
+        values, _ = memory.load(
+            offsets, size, clock, mark, strong=Strong(kind="load") if strong else None, lanes=lanes, meetings=met
+        )
         self.loaded.append(values.tobytes())
 
     def _by_machine_code(self, event: Access, mark: int, met: int) -> int:

@@ -5,7 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance.vm.kernel import EXPECT, FENCE, LOAD, Kernel, X, assert_blamed, assert_clean, copy_kernel, init, wait
+from conformance.vm.kernel import (
+    EXPECT,
+    FENCE,
+    LOAD,
+    Kernel,
+    X,
+    assert_blamed,
+    assert_clean,
+    collected,
+    copy_kernel,
+    init,
+    slugs,
+    wait,
+)
 
 OUT = np.zeros(64, np.uint32)
 DECLARED = ".shared .align 16 .b8 buf[16]; .shared .align 8 .b64 mbar;"
@@ -117,7 +130,8 @@ def flag_over_the_cluster(scope: str) -> Kernel:
 
 def test_a_flag_orders_within_its_scope() -> None:
     assert_clean(flag_over_the_cluster("cluster"), SEVENS)
-    assert_blamed(flag_over_the_cluster("cta"), "race", "after warp 0 of CTA rank 0 wrote it")
+    found, _ = collected(flag_over_the_cluster("cta"), "eager")
+    assert slugs(found) == ["race", "scope-too-narrow"], "the flag, and what it should have ordered"
 
 
 SHARED_FLAG, GLOBAL_FLAG = "shared::cta.b32 [%r8]", "global.b32 [%flag]"

@@ -193,6 +193,43 @@ def test_the_scope_of_an_atomic_is_forgotten_with_it() -> None:
     assert_clean(kernel, {"word": np.array([4, 0, 0, 0])}, EVERY_SCHEDULE)
 
 
+STRONG_WRITES = {
+    "a store": "st.relaxed.{}.global.b32 [%word], 7;",
+    "a release": "st.release.{}.global.b32 [%word], 7;",
+    "an atomic": "red.relaxed.{}.global.add.u32 [%word], 7;",
+}
+
+
+@pytest.mark.parametrize("load", ["relaxed", "acquire"])
+@pytest.mark.parametrize("scopes", [("cta", "cta"), ("cta", "gpu"), ("gpu", "cta"), ("gpu", "cluster"), ("gpu", "gpu")])
+@pytest.mark.parametrize("name", STRONG_WRITES)
+def test_the_scopes_of_a_load_and_of_the_write_that_it_sees(name: str, scopes: tuple[str, str], load: str) -> None:
+    """A load that does not reach the other CTA may be served from a cache that never learns of the write."""
+    write, load = STRONG_WRITES[name].format(scopes[0]), f"ld.{load}.{scopes[1]}.global.b32 %r3, [%word];"
+    use = "st.global.b32 [%out], %r3;"
+    kernel = one_after_another(write, f"{load} //!\n{use}", "relaxed")
+    if scopes == ("gpu", "gpu"):
+        assert_clean(kernel, {"out": np.array([7])}, EVERY_SCHEDULE)
+    else:
+        clauses = (f"byte 0 of `word` is read by a load of scope .{scopes[1]}", ".gpu or wider", "may not see it")
+        assert_blamed(kernel, "scope-too-narrow", *clauses)
+    for other in (one_after_another(write, f"{load}\n{use}", "released"),
+                  one_after_another(write, f"{load}\n{use}", "relaxed", apart=False)):  # fmt: skip
+        assert_clean(other, {"out": np.array([7])}, EVERY_SCHEDULE)
+
+
+def test_a_poll_of_too_narrow_a_scope_is_told_once() -> None:
+    """The write may come while the other CTA polls; then a later poll sees it."""
+    body = """setp.ne.u32 %p1, %lane, 0; @%p1 bra END; setp.eq.u32 %p1, %cta, 1; @%p1 bra FIRST;
+    POLL: ld.relaxed.cta.global.b32 %r2, [%word]; setp.eq.u32 %p2, %r2, 0; @%p2 bra POLL;
+    bra END;
+    FIRST: st.relaxed.gpu.global.b32 [%word], 1;
+    END: ret;"""
+    kernel = Kernel(body, {"word": np.zeros(1, np.uint32)}, grid=(2, 1, 1))
+    for schedule in EVERY_SCHEDULE:
+        assert slugs(collected(kernel, schedule)[0]) == ["scope-too-narrow"], schedule
+
+
 DISTRIBUTED = """.shared .align 4 .b32 count; setp.ne.u32 %p1, %tx, 0; @!%p1 st.shared.b32 [count], 0;
 barrier.cluster.arrive; barrier.cluster.wait;
 mov.u32 %r1, count; mapa.shared::cluster.u32 %r1, %r1, 0; mov.b16 %h1, 0; cvt.u16.u32 %h2, %cta;
@@ -218,6 +255,24 @@ def test_atomics_in_shared_memory_of_another_cta(name: str, scope: str) -> None:
         unit = "this granule" if name == "a word" else "this byte"
         assert_blamed(kernel, "scope-too-narrow", f"{unit} is written by an atomic of scope .cta", "CTA rank",
                       ".cluster or wider")  # fmt: skip
+
+
+@pytest.mark.parametrize("scopes", [("cta", "cta"), ("cluster", "cta"), ("cta", "cluster"), ("cluster", "cluster")])
+def test_a_load_of_what_another_cta_stores_in_shared_memory(scopes: tuple[str, str]) -> None:
+    """The second CTA sets a word in the memory of the first one, which polls it."""
+    body = f""".shared .align 4 .b32 told; setp.ne.u32 %p1, %tx, 0; @%p1 bra MET; st.shared.b32 [told], 0;
+    MET: barrier.cluster.arrive; barrier.cluster.wait;
+    @%p1 bra END; mov.u32 %r1, told; mapa.shared::cluster.u32 %r1, %r1, 0; setp.eq.u32 %p2, %cta, 1; @%p2 bra SECOND;
+    POLL: ld.relaxed.{scopes[1]}.shared.b32 %r2, [told]; //!
+    setp.eq.u32 %p2, %r2, 0; @%p2 bra POLL;
+    bra END;
+    SECOND: st.relaxed.{scopes[0]}.shared::cluster.b32 [%r1], 1;
+    END: barrier.cluster.arrive; barrier.cluster.wait; ret;"""
+    kernel = Kernel(body, {}, grid=(2, 1, 1), cluster=(2, 1, 1))
+    if scopes == ("cluster", "cluster"):
+        assert_clean(kernel, {}, EVERY_SCHEDULE)
+    else:
+        assert_blamed(kernel, "scope-too-narrow", f"is read by a load of scope .{scopes[1]}", ".cluster or wider")
 
 
 def test_atomics_in_shared_memory_of_one_cta() -> None:
