@@ -134,6 +134,7 @@ class Block:
     _carriers: Sequence[Carrier] | None = field(init=False, default=None)
     _touched: frozenset[Key] | None = field(init=False, default=None)
     _together: int | None = field(init=False, default=None)
+    _polls: bool | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.quick = self.steps
@@ -166,6 +167,22 @@ class Block:
         if self._together is None:
             self._together = reduce(or_, map(lanes_together, self.instructions), 0)
         return self._together
+
+    def polls(self) -> bool:
+        """Whether it asks for what other threads change: by a strong load, an atomic or a test of an mbarrier."""
+        if self._polls is None:
+            self._polls = any(map(_polls, self.instructions))
+        return self._polls
+
+
+_STRONG_LOADS: Final = frozenset({"relaxed", "acquire", "volatile"})
+
+
+def _polls(one: Instruction) -> bool:
+    name, *words = one.parts
+    if name == "mbarrier":
+        return words[0] in ("test_wait", "try_wait")
+    return name == "atom" or (name == "ld" and not _STRONG_LOADS.isdisjoint(words))
 
 
 @lru_cache(maxsize=256)

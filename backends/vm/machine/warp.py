@@ -62,6 +62,8 @@ FIRST_PATIENCE = 4096
 """Blocks without an event before other lanes get a turn. Long enough for a long computation of some lanes to end."""
 LATER_PATIENCE = 32
 """The same in a warp that has spun before."""
+POLLS = 32
+"""Polls without an event before other lanes get a turn: lanes that poll are likely to wait for them."""
 TURN = 32
 _EVERY_LANE_ADDRESS: Final = address_of(first_lanes(LANES))
 
@@ -108,33 +110,36 @@ class Gathering:
 class LaneTurns:
     """Picks which lanes of a diverged warp run next.
 
-    `quiet` blocks have run since event `events` of the machine. Lane `chosen` has `left` blocks of its turn left.
+    `quiet` blocks have run since event `events` of the machine, and `polls` of them poll. Lane `chosen` has `left`
+    blocks of its turn left.
     """
 
     patience: int = FIRST_PATIENCE
     quiet: int = 0
+    polls: int = 0
     events: int = -1
     left: int = 0
     chosen: int = 0
     given: int = 0
 
-    def after_block(self, warp: Warp) -> None:
-        """Order the strands for the next block after one of the diverged `warp` has run a block."""
+    def after_block(self, warp: Warp, block: Block) -> None:
+        """Order the strands for the next block after one of the diverged `warp` has run `block`."""
         events = warp.cta.machine.engine.events
         if events != self.events:
-            self.events, self.quiet = events, 0
+            self.events, self.quiet, self.polls = events, 0, 0
         self.quiet += 1
+        self.polls += block.polls()
         if self.left:
             self.left -= 1
             if not (self.left and self._bring_forward(warp)):
-                self.left = self.quiet = 0
+                self.left = self.quiet = self.polls = 0
                 warp.sort_strands()
-        elif self.quiet >= self.patience:
+        elif self.quiet >= self.patience or self.polls >= POLLS:
             self._choose(warp)
 
     def _choose(self, warp: Warp) -> None:
         able = [strand for strand in warp.strands[1:] if strand.able]
-        self.quiet = 0
+        self.quiet = self.polls = 0
         if able:
             self.given += 1
             self.patience, self.left = LATER_PATIENCE, TURN
@@ -564,10 +569,11 @@ class Warp:
             self.block = strand.block
             if len(self.strands) > 1 and self._is_early(strand):
                 continue
-            self._execute(strand, self.code.blocks[strand.block])
+            block = self.code.blocks[strand.block]
+            self._execute(strand, block)
             done += 1
             if len(self.strands) > 1:
-                self.turns.after_block(self)
+                self.turns.after_block(self, block)
         return done
 
     def _is_early(self, strand: Strand) -> bool:

@@ -155,6 +155,13 @@ def test_lanes_of_one_warp_wait_for_each_other(name: str) -> None:
     assert_clean(kernel, {"out": expected.astype(np.uint32)}, schedules=FEW)
 
 
+def test_lanes_that_poll_soon_let_others_go() -> None:
+    """A lock that every lane takes needs no more than 4,000 blocks: the holder has its turn after a few polls."""
+    body, expected = INTRA_WARP["a spin lock of every lane"]
+    kernel = Kernel(f"{FLAG}\n{body}\nret;", {"out": np.zeros(32, np.uint32)}, step_budget=4_000)
+    assert_clean(kernel, {"out": expected.astype(np.uint32)}, schedules=FEW)
+
+
 @pytest.mark.parametrize("first", [1, 8, 31])
 def test_lanes_come_back_to_a_meeting_at_which_others_wait(first: int) -> None:
     """Some come from code that stands behind it, in two groups, and find parked lanes. The warp goes on as one."""
