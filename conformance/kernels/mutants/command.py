@@ -171,7 +171,8 @@ def _campaign(record: Record, options: argparse.Namespace, given: Sequence[str])
         record.check_writable()
     programs = unpacked(options.packed) if options.packed else _programs(selection)
     if options.search is not None:
-        return _search(record, plan, programs, Effort(options.search, options.seconds or 60.0, schedules))
+        effort = Effort(options.search, options.seconds or 60.0, schedules)
+        return _search(record, plan, programs, effort, options.id)
     if options.id or options.text:
         return _alone(options.id, options.text, plan, programs, schedules)
     todo, known, again = planned(plan, programs), reasons(), options.again or options.holes
@@ -256,12 +257,16 @@ def _programs(selection: Selection) -> list[Subject]:
     return programs
 
 
-def _search(record: Record, plan: Plan, programs: Sequence[Subject], effort: Effort) -> int:
-    """For each survivor of `record` whose reason is a hole: finds a case that kills it, and prints the rows to add."""
+def _search(record: Record, plan: Plan, programs: Sequence[Subject], effort: Effort, wanted: str | None) -> int:
+    """For each survivor of `record` whose reason is a hole, or for the `wanted` one: finds a case that kills it, and
+    prints the rows to add."""
     lived = survivors(record.results, reasons())
     holes = {one.id for one, _ in lived} - equivalent(lived)
     if not holes:
         raise ValueError(f"{record.path} has no survivor that is a hole, so there is nothing to search for")
+    if wanted is not None and wanted not in holes:
+        raise ValueError(f"{wanted} is no hole of {record.path}; it has {counted(len(holes), 'hole')}")
+    holes = holes if wanted is None else {wanted}
     every = Plan(plan.selection, None, None, programs=plan.programs)
     todo = [pair for pair in planned(every, programs) if pair[1].id in holes]
     # A case rarely kills a mutant of an ordering instruction, so the others come first.

@@ -29,6 +29,8 @@ READS = {
     "search": (*_OF_SPECS, "profile", "schedule", "program", "seconds"),
 }
 """Options of a campaign, by what is done instead of one and reads only these."""
+TOGETHER = (("smoke", "forget"), ("id", "search"))
+"""What is done in one call: the last of them says which options are read."""
 CAMPAIGN = ("packed", *_OF_SPECS, "program", "profile", "schedule", "sync", "others", "seed", "shard", "seconds",
             "jobs", "excused", "again", "holes")  # fmt: skip
 PACKED_HAS = ("profile", *_OF_SPECS)
@@ -57,9 +59,12 @@ def parsed(given: list[str]) -> argparse.Namespace:
     def is_given(name: str) -> bool:
         return getattr(options, name) != parser.get_default(name)
 
-    given_ones = [one for one in CAMPAIGN if is_given(one)]
-    for mode, read in READS.items():
-        idle = [one for one in given_ones if one not in read] if is_given(mode) else []
+    given_ones, modes = [one for one in CAMPAIGN if is_given(one)], [one for one in READS if is_given(one)]
+    if len(modes) > 1 and tuple(modes) not in TOGETHER:
+        parser.error(f"--{modes[0]} and --{modes[1]} are two calls; give one of them")
+    for mode in modes[-1:]:
+        read = READS[mode]
+        idle = [one for one in given_ones if one not in read]
         if idle:
             these = f"only --{', --'.join(read)}" if read else "none of a campaign's options"
             parser.error(f"--{mode} reads {these}, so --{idle[0]} would do nothing")
@@ -141,7 +146,7 @@ def _add_others(group: _Group) -> None:
                        "tested.")  # fmt: skip
     group.add_argument("--search", type=_positive, metavar="N", help="For each hole of the record draw up to N cases "
                        "from the ranges of the spec, and print the rows that kill it: use it to find a missing "
-                       "row.")  # fmt: skip
+                       "row. With --id, for that hole only.")  # fmt: skip
     group.add_argument("--drops", action="store_true", help="Write results/mutations.md, about two programs of ours: "
                        "use it after a change of a rule of the machine.")  # fmt: skip
     group.add_argument("--unmutated", type=_positive, metavar="N", help="Run N rows of our programs as they are, "

@@ -201,6 +201,8 @@ def test_a_survivor_is_printed_with_its_reason() -> None:
         (["--table", "--excused", "0"], "so --excused would do nothing"),
         (["--id", "1a2b3c4d5e6f/drop/79.0", "--holes"], "so --holes would do nothing"),
         (["--search", "3", "--others", "7"], "so --others would do nothing"),
+        (["--search", "3", "--id", "1a2b3c4d5e6f/drop/79.0", "--others", "7"], "so --others would do nothing"),
+        (["--search", "3", "--table"], "--table and --search are two calls"),
         (["--search", "0"], "'0' is no number from 1 on"),
         (["--unmutated", "0"], "'0' is no number from 1 on"),
         (["--jobs", "0"], "'0' is no number of processes from 1 to 1024"),
