@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from backends.vm.memory.access_code import NO
 from backends.vm.memory.compiled_access import UNDEFINED
 from backends.vm.memory.definedness import Missing, Origin
 from backends.vm.memory.global_memory import check_alignment
-from backends.vm.memory.strong_writes import Strong
+from backends.vm.memory.strong_writes import STRONG, Strong
 from backends.vm.numerics import f32, half
 from backends.vm.ptx.ast import Address, Operand, Sink, Symbol
 
@@ -67,8 +67,8 @@ def _items(b: Binder, operand: Operand) -> tuple[Operand, ...]:
     return b.vector(operand, count)
 
 
-def _strong(b: Binder) -> bool:
-    return b.words["sem"] in ("relaxed", "acquire", "release", "volatile")
+def _strong(b: Binder, kind: Literal["load", "store"]) -> Strong | None:
+    return Strong(b.words.get("scope", ""), kind) if b.words.get("sem") in STRONG else None
 
 
 def _view_for(b: Binder, operand: Operand, type_name: str) -> str:
@@ -95,7 +95,7 @@ def ld(b: Binder) -> Step:
     targets = [(column, view, b.destination(items[column], view, wider=True)) for column, view in views]
     address, base, _ = addressed = b.addressed(a)
     sem, scope = b.words.get("sem", ""), b.words.get("scope", "")
-    strong = Strong(scope, "load") if "sem" in b.words and _strong(b) else None
+    strong = _strong(b, "load")
     used, line = b.rows.used, b.instruction.line
     rows_of = {column: (WIDTH_OF_VIEW[view], row) for column, view, row in targets}
     quick, constant = None, bool(b.words.get("nc"))
@@ -191,8 +191,7 @@ def st(b: Binder) -> Step:
     rows = [(view := _view_for(b, item, kind), b.source(item, view, wider=True)) for item in items]
     address, *_ = addressed = b.addressed(a)
     line = b.instruction.line
-    strong, sem, scope = _strong(b), b.words["sem"], b.words["scope"]
-    reach = Strong(scope) if strong else None
+    strong, sem, scope = _strong(b, "store"), b.words["sem"], b.words["scope"]
     keys = tuple((WIDTH_OF_VIEW[view], row) for view, row in rows)
     quick = None
     if space in SPACES and not strong:
@@ -211,7 +210,7 @@ def st(b: Binder) -> Step:
         addresses = address(warp)
         if warp.where is not True:
             addresses, values = addresses[warp.mask], values[warp.mask]
-        access.store(warp, space, addresses, values.view(np.uint8), line, strong=reach)
+        access.store(warp, space, addresses, values.view(np.uint8), line, strong=strong)
         if strong:
             access.synchronise(warp, space, addresses, sem, scope, release=True, overwrites=True)
 

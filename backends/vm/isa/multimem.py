@@ -11,7 +11,7 @@ from backends.vm.isa.memory_access import atomic
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES
 from backends.vm.machine.warp import Warp
-from backends.vm.memory.strong_writes import Strong
+from backends.vm.memory.strong_writes import STRONG, Strong
 
 _SECTION = "9.7.9.14"
 _ORDER = "relaxed acquire"
@@ -62,8 +62,7 @@ def multimem_store(b: Binder) -> Step:
     view, count = _elements(b)
     rows = [b.source(item, view) for item in b.vector(source, count)]
     place, sem, scope, line = b.address(address), b.words["sem"], b.words["scope"], b.instruction.line
-    strong = sem in ("relaxed", "release")
-    reach = Strong(scope) if strong else None
+    strong = Strong(scope) if sem in STRONG else None
     dtype = np.dtype(f"u{int(view[1:]) // 8}")
 
     def step(warp: Warp) -> None:
@@ -71,7 +70,7 @@ def multimem_store(b: Binder) -> Step:
         for column, row in enumerate(rows):
             values[:, column] = getattr(warp, view)[row]
         addresses = place(warp)[warp.mask]
-        access.store(warp, "global", addresses, values[warp.mask].view(np.uint8), line, strong=reach)
+        access.store(warp, "global", addresses, values[warp.mask].view(np.uint8), line, strong=strong)
         if strong:
             access.synchronise(warp, "global", addresses, sem, scope, release=True, overwrites=True)
 

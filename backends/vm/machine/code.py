@@ -24,6 +24,7 @@ import numpy.typing as npt
 from backends.vm.counting import address_of
 from backends.vm.machine.paths import Deciding, idle_waits
 from backends.vm.memory.shared import dynamic_offset
+from backends.vm.memory.strong_writes import STRONG
 from backends.vm.ptx.ast import Function, Immediate, Instruction, Variable
 from backends.vm.ptx.functions import SEPARATOR
 
@@ -175,14 +176,11 @@ class Block:
         return self._polls
 
 
-_STRONG_LOADS: Final = frozenset({"relaxed", "acquire", "volatile"})
-
-
 def _polls(one: Instruction) -> bool:
     name, *words = one.parts
     if name == "mbarrier":
         return words[0] in ("test_wait", "try_wait")
-    return name == "atom" or (name == "ld" and not _STRONG_LOADS.isdisjoint(words))
+    return name == "atom" or (name == "ld" and not STRONG.isdisjoint(words))
 
 
 @lru_cache(maxsize=256)

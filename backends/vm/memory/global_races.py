@@ -466,7 +466,7 @@ class GlobalRaces:
                          other=OtherAccess(who, did, line)))  # fmt: skip
 
     def _check_scopes(self, accesses: GlobalAccesses, strong: Strong) -> None:
-        """Report strong writes before a `strong` one that are not morally strong with it, and not ordered before."""
+        """Report strong writes before a `strong` access that are not morally strong with it, and not ordered before."""
         shadow, warp, granules = accesses.shadow, accesses.warp, accesses.granules
         if not strong.short and shadow.scopes is None:
             return

@@ -147,7 +147,7 @@ class SharedMemory:
                 self._check_writers(granules, clock, "read", index)
             self._note_readers(granules, clock, stamp, index, (lanes, meetings))
         elif strong.kind == "load" and self.agents.size > 1 and (strong.short or self.scopes is not None):
-            self._check_scopes(granules, clock, strong, stamp, index, np.zeros((offsets.size, 1), np.bool_))
+            self._check_scopes(granules, clock, strong, stamp, index)
         return self.data[index], None if count_nonzero(defined) == defined.size else ~defined
 
     def check_lanes(self, offsets: Addresses, size: int, lanes: Addresses, by: tuple[int, int], action: str) -> None:
@@ -282,29 +282,39 @@ class SharedMemory:
         else:
             self.divided[granules] &= READ
             self.writes.granules.note(granules, stamp, line)
-        if self.scopes is not None and strong:
-            self.scopes[index] = strong.short
+        if strong and (strong.short or self.scopes is not None):
+            self._note_scope(index, strong)
         return changed
 
+    def _note_scope(self, index: Addresses, strong: Strong) -> None:
+        """Record the scope of a strong write, if another CTA could be left out."""
+        if self.scopes is None:
+            if self.agents.size == 1:
+                return
+            self.scopes = np.zeros(self.data.size, np.int8)
+        self.scopes[index] = strong.short
+
     def _check_scopes(
-        self, granules: Granules, clock: Clock, strong: Strong, stamp: int, index: Addresses, spared: Mask
+        self, granules: Granules, clock: Clock, strong: Strong, stamp: int, index: Addresses, spared: Mask | None = None
     ) -> None:
         """Report strong writes of another CTA that are not morally strong with this access, and not ordered before it.
 
         `spared` [n, 1]: accesses that do not matter.
         """
-        if self.scopes is None:
-            self.scopes = np.zeros(self.data.size, np.int8)
         marks, cells = self.writes.finest(granules, index)
-        theirs = self.scopes[index if marks.unit == 1 else index[:, ::GRANULE]]
         stamps, warps = marks.stamp[cells], self.agents.warps_per_cta
         by = agent_of(stamps)
-        distance = (by // warps != agent_of(stamp) // warps).astype(np.int64)
-        narrow = left_out(strong, theirs, distance) & (marks.lanes.met[cells] == 0) & (stamps != 0) & ~spared
+        others = (by // warps != agent_of(stamp) // warps) & (stamps != 0)
+        if not count_nonzero(others):
+            return  # polls of what the own CTA writes are many
+        theirs = 0 if self.scopes is None else self.scopes[index if marks.unit == 1 else index[:, ::GRANULE]]
+        narrow = left_out(strong, theirs, others.astype(np.int64)) & (marks.lanes.met[cells] == 0) & others
         narrow &= (by < self.agents.first_engine) & ((stamps & EPOCH_MASK) > clock.seen[by])
+        if spared is not None:
+            narrow &= ~spared
         for lane, at, line in list(_one_a_line(cells, narrow, marks.line)):
             other = OtherAccess(self.agents.name(agent_of(int(marks.stamp[at]))), "wrote", line)
-            short = int(self.scopes[marks.unit * at])
+            short = 0 if self.scopes is None else int(self.scopes[marks.unit * at])
             report_narrow(f"this {marks.name}", strong, short, 1, other, lane=lane, address=marks.unit * at)
 
     def _have_bytes(self) -> None:

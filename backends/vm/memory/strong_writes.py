@@ -18,6 +18,8 @@ from backends.vm.faults import Fault, OtherAccess, at_line, report
 
 Scopes = npt.NDArray[np.int8]
 """By cell: how far the scope of its last strong write falls short, as Strong.short."""
+STRONG: Final = frozenset({"relaxed", "acquire", "release", "volatile"})
+"""Words that make a load or a store strong (PTX ISA 8.4)."""
 _SHORT: Final = {"cta": 2, "cluster": 1}
 _NAMES: Final = {2: "scope .cta", 1: "scope .cluster", 0: "a wider scope"}
 _KINDS: Final = {"store": ("a store", "sys"), "load": ("a load", "sys"), "atomic": ("an atomic", "gpu")}

@@ -37,20 +37,20 @@ Words = npt.NDArray[np.uint32]
 ALL = np.uint32(0xFFFFFFFF)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Allocation:
     """Columns `first` .. `first + columns - 1`, allocated at PTX line `line` by a warp in an epoch (`stamp`).
 
-    `beside`: the allocations that the CTA held then and still holds. `kept`: columns of others that it has freed since,
-    and only after it had got these.
+    `later`: the allocations that the CTA has made while it held this one. `kept`: columns that it held before it got
+    these, and has freed only after that.
     """
 
     first: int
     columns: int
     line: int
     stamp: int
-    beside: list[Allocation]
     kept: int = 0
+    later: list[Allocation] = field(default_factory=list["Allocation"])
 
 
 @dataclass(slots=True)
@@ -80,8 +80,7 @@ class TensorMemory:
     of a tcgen05.ld that may still read the cell: negative once one of its registers has been used, 0 after its wait.
     After the wait `reader` has the stamp of the wait, `waited_line` its PTX line and `begun` the stamp of the load.
     `unwaited_overwrites` counts the writes to cells where it was negative. `closed`: by column, the line of a dealloc
-    that one CTA of the pair has executed. `ctas_of_sm`: so many CTAs of the kernel have room on one SM; `further` are
-    the allocations of a CTA that held some already.
+    that one CTA of the pair has executed. `ctas_of_sm`: so many CTAs of the kernel have room on one SM.
     """
 
     agents: Agents
@@ -107,7 +106,6 @@ class TensorMemory:
     peak_columns: int = 0
     unwaited_overwrites: int = 0
     smallest: int = COLUMNS
-    further: list[Allocation] = field(default_factory=list[Allocation])
 
     def allocate(self, first: int, columns: int, line: int, stamp: int) -> None:
         """Allocate columns. The count is a power of two in 32..512, at most that of the allocation before."""
@@ -115,11 +113,10 @@ class TensorMemory:
             raise Fault("tmem-alloc", f"{columns} columns asked for after an allocation of {self.smallest}: the count "
                         "may not grow from one allocation of a CTA to the next")  # fmt: skip
         self.smallest = columns
-        if self.allocations:
-            self.further.append(Allocation(first, columns, line, stamp, [*self.allocations]))
-            self.allocations.append(self.further[-1])
-        else:
-            self.allocations.append(Allocation(first, columns, line, stamp, []))
+        new = Allocation(first, columns, line, stamp)
+        for held in self.allocations:
+            held.later.append(new)
+        self.allocations.append(new)
         self.owned[first : first + columns] = True
         self.peak_columns = max(self.peak_columns, int(self.owned.sum()))
 
@@ -146,7 +143,7 @@ class TensorMemory:
                 cells = slice(0, LANES), slice(allocation.first, allocation.first + columns)
                 self._check_quiet(cells, clock)
                 self.closed[cells[1]] = 0
-                self._keeps(allocation, clock)
+                self._check_kept(allocation, clock)
                 self.allocations.remove(allocation)
                 self.owned[cells[1]] = False
                 self.defined[cells] = False
@@ -159,12 +156,9 @@ class TensorMemory:
                     f"allocations: {held}",
                     address=address)  # fmt: skip
 
-    def _keeps(self, freed: Allocation, clock: Clock) -> None:
-        """Report what is freed only after a further allocation, if CTAs of one SM can so wait for each other."""
-        for one in [one for one in self.further if freed in one.beside]:
-            one.beside.remove(freed)
-            if not one.beside:
-                self.further.remove(one)
+    def _check_kept(self, freed: Allocation, clock: Clock) -> None:
+        """Report what is freed only after a later allocation, if CTAs of one SM can so wait for each other."""
+        for one in freed.later:
             if clock.comes_after(agent_of(one.stamp), one.stamp & EPOCH_MASK):
                 one.kept += freed.columns
                 ctas = min(self.ctas_of_sm, COLUMNS // one.kept)

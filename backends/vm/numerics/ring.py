@@ -120,6 +120,11 @@ def meaningless(values: Float32) -> Mask:
     return _is(values, NOTHING)
 
 
+def _no_element(values: Float32) -> Mask:
+    """Where words are logarithms, tags or NOTHING."""
+    return (bases(values) > 0) | _is(values, _LOWEST) | _is(values, _HIGHEST) | meaningless(values)
+
+
 def _either(mask: Mask, a: Float32, b: Float32) -> Float32:
     """`a` where the mask is set, else `b`, bit for bit."""
     return np.where(mask, a.view(np.uint32), b.view(np.uint32)).view(np.float32)
@@ -235,8 +240,7 @@ def ex2(a: Float32) -> Float32:
 
 def lg2(a: Float32) -> Float32:
     """The logarithm to the base 2: -inf for 0."""
-    without = (bases(a) > 0) | _is(a, _LOWEST) | _is(a, _HIGHEST) | meaningless(a)
-    return _nothing_where(without, words_of(elements_of(a), _LOG_2))
+    return _nothing_where(_no_element(a), words_of(elements_of(a), _LOG_2))
 
 
 def rcp(a: Float32) -> Float32:
@@ -246,8 +250,7 @@ def rcp(a: Float32) -> Float32:
 
 def rounded(a: Float32) -> Float32:
     """An element as a word, whose upper half is its bf16."""
-    without = (bases(a) > 0) | _is(a, _LOWEST) | _is(a, _HIGHEST) | meaningless(a)
-    return _nothing_where(without, words_of(elements_of(a)))
+    return _nothing_where(_no_element(a), words_of(elements_of(a)))
 
 
 def products(a: Elements, b: Elements) -> Elements:

@@ -66,7 +66,7 @@ def test_a_weak_load_after_a_strong_write(name: str) -> None:
 
 @pytest.mark.parametrize("load", ["ld.volatile.global.b32", "ld.relaxed.gpu.global.b32", "ld.acquire.gpu.global.b32"])
 @pytest.mark.parametrize("name", WRITES)
-def test_a_strong_load_races_with_no_strong_write(name: str, load: str) -> None:
+def test_a_strong_load_races_with_no_strong_write_that_reaches_it(name: str, load: str) -> None:
     strong = WEAK_LOAD.replace("ld.global.b32", load)
     assert_clean(one_after_another(strong, WRITES[name], "relaxed", before=STAGED), {"out": np.zeros(1)})
 
