@@ -89,10 +89,10 @@ It does NOT notice, and why:
   or the host reads is not seen. `megamoe check` fills every array.
 - In a kernel that reads %reserved_smem_offset_*, as cooperative groups do, accesses to reserved shared memory.
 - That a CTA ends before its peer has ever accessed its mbarrier: this is found only at the access.
-- CTAs of one SM that wait for each other over tensor memory, unless all are of one kernel and each keeps columns until
-  it has got more (`tmem-hold-and-wait`). Each CTA has a tensor memory of its own, since nothing places CTAs on SMs
-  here. A random schedule gives an allocation any free place, as if another CTA held the rest, if two CTAs of the kernel
-  have room on one SM.
+- CTAs of one SM that wait for each other over tensor memory, unless they are of one launch and alike, and keep columns
+  until they have got more (`tmem-hold-and-wait`). Each CTA has a tensor memory of its own, since nothing places CTAs on
+  SMs here. A random schedule gives an allocation any free place, as if another CTA held the rest, if two CTAs of the
+  kernel have room on one SM.
 - Warps that spin for ever and in doing so change global or local memory, or shared memory by atomics and strong stores,
   or count in a register up to a bound: the step budget ends them, not `deadlock`. A store or an atomic that leaves what
   was there changes nothing, nor does a register that decides nothing (machine/spinning.py). Operands of shfl, votes and

@@ -476,7 +476,8 @@ _ALL = (
         "gets all that it asks for before another one gets any.",
         "No kernel that we know of. NVIDIA/Fuser#3795 says that CTAs run one after another until "
         "relinquish_alloc_permit; then they cannot wait for each other. No Blackwell was at hand to ask.",
-        "Allocate all columns at once, or ask for so much shared memory that an SM has room for one CTA.",
+        "Allocate all columns at once, or ask for so much shared memory that an SM has room for one CTA. If registers "
+        "leave room for one only, state their number by .maxnreg.",
     ),
     _relied(
         "wide-bit-field", "9.7.1.19",

@@ -121,7 +121,7 @@ def _chosen(warp: Warp, places: list[int]) -> int:
 
     If an SM has no room for two CTAs, it is the first. DeepGEMM relies on that.
     """
-    alone = warp.cta.tmem.ctas_of_sm == 1
+    alone = warp.cta.tmem.room.ctas == 1
     return places[0 if alone else warp.cta.machine.schedule.place(len(places))]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from backends.vm.faults import Fault, OtherAccess, report
 from backends.vm.machine import special
 from backends.vm.machine.code import LANES, STORAGE, Row, RowIndex, index_of, take_registers
 from backends.vm.machine.register_pool import REGISTERS, RegisterPool
-from backends.vm.machine.special import SM_CTAS, Dim3, Place, ctas_of_sm
+from backends.vm.machine.special import Dim3, Place, ctas_of_sm
 from backends.vm.machine.warp import Warp
 from backends.vm.machine.warpgroup import Warpgroup
 from backends.vm.memory.clocks import ACCUMULATORS, Agents, Clock, Flag
@@ -21,6 +22,7 @@ from backends.vm.memory.global_memory import PARAM_WINDOW
 from backends.vm.memory.mbarrier import MBarrier, Signaller
 from backends.vm.memory.shared import MBARRIER, OFFSET_MASK, RANK_SHIFT, RESERVED, SharedMemory
 from backends.vm.memory.tmem import TensorMemory
+from backends.vm.memory.tmem_waits import Room
 
 if TYPE_CHECKING:
     from backends.vm.machine.machine import Run
@@ -114,18 +116,20 @@ class Cta:
     @cached_property
     def tmem(self) -> TensorMemory:
         """Tensor memory, made on first use: most CTAs of some launches never use it."""
-        return TensorMemory(self.cluster.agents, self._ctas_of_sm())
+        return TensorMemory(self.cluster.agents, self._room())
 
     @cached_property
     def register_pool(self) -> RegisterPool:
         """The registers that setmaxnreg moves, made on first use."""
         return RegisterPool.of(self.function.code.function.directives, len(self.warps))
 
-    def _ctas_of_sm(self) -> int:
+    def _room(self) -> Room:
         """How many CTAs like this one an SM holds at once. Registers count where the kernel states their number."""
         pool = self.register_pool
-        by_registers = REGISTERS // pool.size if pool.size and pool.stated else SM_CTAS
-        return max(1, min(ctas_of_sm(32 * len(self.warps), self.smem.size - RESERVED), by_registers))
+        ctas = ctas_of_sm(32 * len(self.warps), self.smem.size - RESERVED)
+        if pool.size and pool.stated:
+            ctas = min(ctas, REGISTERS // pool.size)
+        return Room(max(1, ctas), prod(self.place.grid), pool.stated)
 
     @property
     def used_tmem(self) -> TensorMemory | None:

@@ -27,6 +27,7 @@ from backends.vm.memory.clocks import (
     unordered,
 )
 from backends.vm.memory.definedness import Origin, Sources
+from backends.vm.memory.tmem_waits import Room, fewest, listed
 
 LANES = 128
 COLUMNS = 512
@@ -41,8 +42,8 @@ ALL = np.uint32(0xFFFFFFFF)
 class Allocation:
     """Columns `first` .. `first + columns - 1`, allocated at PTX line `line` by a warp in an epoch (`stamp`).
 
-    `later`: the allocations that the CTA has made while it held this one. `kept`: columns that it held before it got
-    these, and has freed only after that.
+    `later`: the allocations that the CTA has made while it held this one. `earlier`: how many it still holds of those
+    that it held when it got this one. `kept`: columns that it held before it got these, and has freed only after that.
     """
 
     first: int
@@ -50,6 +51,7 @@ class Allocation:
     line: int
     stamp: int
     kept: int = 0
+    earlier: int = 0
     later: list[Allocation] = field(default_factory=list["Allocation"])
 
 
@@ -80,11 +82,12 @@ class TensorMemory:
     of a tcgen05.ld that may still read the cell: negative once one of its registers has been used, 0 after its wait.
     After the wait `reader` has the stamp of the wait, `waited_line` its PTX line and `begun` the stamp of the load.
     `unwaited_overwrites` counts the writes to cells where it was negative. `closed`: by column, the line of a dealloc
-    that one CTA of the pair has executed. `ctas_of_sm`: so many CTAs of the kernel have room on one SM.
+    that one CTA of the pair has executed. `room`: how many CTAs of the kernel one SM holds. `waits`: allocations
+    before which the CTA has kept others, by how many columns those had and by PTX line.
     """
 
     agents: Agents
-    ctas_of_sm: int = 1
+    room: Room = field(default_factory=Room)
     data: Words = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint32))
     defined: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.bool_))
     hidden: Words | None = None
@@ -106,6 +109,7 @@ class TensorMemory:
     peak_columns: int = 0
     unwaited_overwrites: int = 0
     smallest: int = COLUMNS
+    waits: dict[tuple[int, int], Allocation] = field(default_factory=dict[tuple[int, int], Allocation])
 
     def allocate(self, first: int, columns: int, line: int, stamp: int) -> None:
         """Allocate columns. The count is a power of two in 32..512, at most that of the allocation before."""
@@ -113,7 +117,7 @@ class TensorMemory:
             raise Fault("tmem-alloc", f"{columns} columns asked for after an allocation of {self.smallest}: the count "
                         "may not grow from one allocation of a CTA to the next")  # fmt: skip
         self.smallest = columns
-        new = Allocation(first, columns, line, stamp)
+        new = Allocation(first, columns, line, stamp, earlier=len(self.allocations))
         for held in self.allocations:
             held.later.append(new)
         self.allocations.append(new)
@@ -159,15 +163,20 @@ class TensorMemory:
     def _check_kept(self, freed: Allocation, clock: Clock) -> None:
         """Report what is freed only after a later allocation, if CTAs of one SM can so wait for each other."""
         for one in freed.later:
+            one.earlier -= 1
             if clock.comes_after(agent_of(one.stamp), one.stamp & EPOCH_MASK):
                 one.kept += freed.columns
-                ctas = min(self.ctas_of_sm, COLUMNS // one.kept)
-                left = COLUMNS - ctas * one.kept
-                if ctas > 1 and left < one.columns:
-                    report(Fault("tmem-hold-and-wait", f"frees {freed.columns} columns only after the CTA has got "
-                                 f"{one.columns} more at PTX line {one.line}, while it keeps {one.kept}; {ctas} such "
-                                 f"CTAs, for which an SM has room, leave {left}, so that each waits for the others",
-                                 other=OtherAccess("the CTA", "allocates", one.line)))  # fmt: skip
+            if one.kept and not one.earlier and (one.kept, one.line) not in self.waits:
+                self.waits[one.kept, one.line] = one
+                self._check_waits(one)
+
+    def _check_waits(self, one: Allocation) -> None:
+        holders = fewest(one.kept, (kept for kept, _ in self.waits), COLUMNS)
+        if 0 < len(holders) <= self.room.together(self.cta_group):
+            report(Fault("tmem-hold-and-wait", f"frees the last of {one.kept} columns that the CTA has kept until it "
+                         f"got {one.columns} more at PTX line {one.line}; {listed(holders)} take all {COLUMNS} columns "
+                         f"of an SM, and each waits for the others; {self.room.reason(self.cta_group)}",
+                         other=OtherAccess("the CTA", "allocates", one.line)))  # fmt: skip
 
     def _check_owned(self, index: Index, action: str) -> None:
         _check_bounds(index, action)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -347,45 +348,77 @@ def test_an_allocation_that_does_not_fit_waits_for_a_dealloc() -> None:
     assert_clean(Kernel(body, {"out": np.zeros(2, np.uint32)}, block=(64, 1, 1)), {"out": np.array([1, 2])})
 
 
-HOLDING = """.shared .align 4 .b32 first; .shared .align 4 .b32 second;
-setp.ne.u32 %p1, %warp, 0;
-@%p1 bra END;
-tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [first], COLUMNS;
-ld.shared.u32 %r1, [first];
-BETWEEN
-tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [second], MORE;
-ld.shared.u32 %r2, [second];
-tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, MORE;
-@%p1 bra END;
-tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, COLUMNS; //!
-END: ret;"""
+def nested(*columns: int, between: str = "", **launch: Any) -> Kernel:
+    """A warp that allocates so many columns one after another, and then frees the last ones first. `between` comes
+    after the first allocation, whose dealloc is marked. `launch`: fields of Kernel."""
+    alloc, dealloc = (f"tcgen05.{name}.cta_group::1.sync.aligned" for name in ("alloc", "dealloc"))
+    got = [f"{alloc}.shared::cta.b32 [slot], {count}; ld.shared.u32 %r{i}, [slot];" for i, count in enumerate(columns)]
+    freed = [f"{dealloc}.b32 %r{i}, {count};" for i, count in enumerate(columns)][:0:-1]
+    last = f"@!%p2 {dealloc}.b32 %r0, {columns[0]}; //!"
+    head = ".shared .align 4 .b32 slot; setp.ne.u32 %p1, %warp, 0; @%p1 bra END; setp.ne.u32 %p2, 0, 0;"
+    return Kernel("\n".join([head, got[0], between, *got[1:], *freed, last, "END: ret;"]), **{"grid": MANY, **launch})
+
+
+MANY = (16, 1, 1)
+"""A grid of as many CTAs as tensor memory has allocations."""
 
 
 def holding(columns: int, more: int, between: str = "", smem: int = 0) -> Kernel:
     """A warp that keeps columns until it has got more, except for what it does in between."""
-    body = HOLDING.replace("COLUMNS", str(columns)).replace("MORE", str(more)).replace("BETWEEN", between)
-    return Kernel(body, dynamic_smem=smem)
+    return nested(columns, more, between=between, dynamic_smem=smem)
 
 
-@pytest.mark.parametrize(("columns", "more"), [(256, 256), (128, 128), (256, 32)])
-def test_columns_that_are_kept_until_there_are_more(columns: int, more: int) -> None:
+@pytest.mark.parametrize(
+    ("columns", "state"),
+    [
+        ((256, 256), "2 CTAs that keep 256 take all 512 columns"),
+        ((128, 128), "4 CTAs that keep 128 take"),
+        ((256, 32), "2 CTAs that keep 256 take"),
+        ((128, 64, 32), "4 CTAs that keep 128 take"),
+    ],
+)
+def test_columns_that_are_kept_until_there_are_more(columns: tuple[int, ...], state: str) -> None:
     """CTAs of one SM may each hold what the others wait for: two with 256 columns, four with 128."""
-    assert_blamed(holding(columns, more), "tmem-hold-and-wait", f"{more} more at PTX line")
+    assert_blamed(nested(*columns), "tmem-hold-and-wait", f"{columns[1]} more at PTX line", state)
 
 
-FREED_FIRST = """tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 256;
-setp.eq.u32 %p1, 0, 0;"""
+THREE = 70 << 10
+"""Shared memory that three CTAs of an SM have."""
+
+
+def test_ctas_that_keep_unequal_amounts_wait_for_each_other() -> None:
+    """With room for three, those that keep 192 leave 128, on which a third one sits."""
+    told = "32 more at PTX line", "2 CTAs that keep 192 and 1 that keeps 128 take all", "an SM has room for 3 if regis"
+    assert_blamed(nested(128, 64, 32, dynamic_smem=THREE), "tmem-hold-and-wait", *told)
+
+
+def test_a_launch_of_too_few_ctas_does_not_wait_for_itself() -> None:
+    told = "the launch has 2 for an SM"
+    assert_blamed(nested(256, 256, grid=(2, 1, 1)), "tmem-hold-and-wait", told)
+    assert_clean(nested(256, 256, grid=(1, 1, 1)), {})
+    assert_clean(nested(128, 64, 32, grid=(2, 1, 1)), {})
+
+
+def test_a_stated_number_of_registers_counts() -> None:
+    kernel = nested(256, 256, block=(512, 1, 1))
+    assert_blamed(kernel, "tmem-hold-and-wait", "room for 4 if registers suffice, of which no .maxnreg states the numb")
+    assert_blamed(replace(kernel, directives=".maxnreg 64"), "tmem-hold-and-wait", "others; an SM has room for 2")
+    assert_clean(replace(kernel, directives=".maxnreg 128"), {})
+
+
+FREED_FIRST = """tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r0, 256;
+setp.eq.u32 %p2, 0, 0;"""
 
 
 @pytest.mark.parametrize(
     "kernel",
     [
         holding(256, 256, smem=113 << 10),
-        holding(128, 128, smem=70 << 10),
+        holding(128, 128, smem=THREE),
+        nested(128, 32, 32, dynamic_smem=THREE),
         holding(256, 256, FREED_FIRST),
-        replace(holding(256, 256), block=(512, 1, 1), directives=".maxnreg 128"),
     ],
-    ids=["one CTA has room", "three CTAs have room", "freed before", "the registers suffice for one CTA"],
+    ids=["one CTA has room", "three CTAs have room", "160 and 128 in no way make 512", "freed before"],
 )
 def test_columns_that_no_other_cta_waits_for(kernel: Kernel) -> None:
     assert_clean(kernel, {})
