@@ -73,9 +73,11 @@ class Binder:
         """The error to raise: line, instruction and `reason`."""
         return UnknownInstructionError(f"PTX line {self.instruction.line}: `{self.instruction.text}`: {reason}")
 
-    def outside_ring(self) -> OutsideRingError:
-        """The error to raise if floats are elements of a ring and this instruction has no meaning for them."""
-        return OutsideRingError(str(self.error("it has no counterpart in the ring (backends.vm.numerics.ring)")))
+    def outside_ring(self, what: str = "it", why: str = "") -> OutsideRingError:
+        """The error to raise if floats are elements of a ring and this instruction, or `what` it computes, has no
+        meaning for them."""
+        reason = f"{what} has no counterpart in the ring (backends.vm.numerics.ring){why and f': {why}'}"
+        return OutsideRingError(str(self.error(reason)))
 
     def expect(self, *counts: int) -> tuple[Operand, ...]:
         """The operands. Raises if their number is not one of `counts`."""

@@ -11,7 +11,7 @@ from typing import cast
 
 import numpy as np
 
-from backends.vm.bind.binder import Binder, Compute, OutsideRingError, bind_lanewise, lanewise, write
+from backends.vm.bind.binder import Binder, Compute, bind_lanewise, lanewise, write
 from backends.vm.bind.forms import Step, in_ring
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.isa import compare, convert_ops, float32
@@ -39,9 +39,14 @@ _LANEWISE: Mapping[str, tuple[Compute, int]] = {
 }  # fmt: skip
 
 
-def _check_meant(warp: Warp, words: Float32, refusal: OutsideRingError) -> None:
-    if ring.meaningless(words)[warp.mask].any():
-        raise refusal
+def _check_meant(b: Binder, warp: Warp, words: Float32, *operands: Float32) -> None:
+    """OutsideRingError if the result `words` of `operands` has no meaning in an active lane."""
+    nothing = ring.meaningless(words)
+    if nothing[warp.mask].any():
+        lane, *half = next(index for index in np.argwhere(nothing).tolist() if warp.mask[index[0]])
+        name, values = b.instruction.parts[0], [one[(lane, *half)].reshape(1) for one in operands]
+        listed = " and ".join(ring.described(value.view(np.uint32)[0]) for value in values)
+        raise b.outside_ring(f"{name} of {listed} in lane {lane}", ring.reason(name, values))
 
 
 @in_ring(float32.arithmetic, float32.arithmetic_pair, float32.fma, float32.div, float32.div_approximate,
@@ -53,13 +58,14 @@ def arithmetic(b: Binder) -> Step:
         raise b.outside_ring()
     compute, count = _LANEWISE[name]
     d, *operands = b.expect(count + 1)
-    rd, refusal = b.destination(d, kind), b.outside_ring()
+    rd = b.destination(d, kind)
     sources = [b.source(operand, kind) for operand in operands]
 
     def step(warp: Warp) -> None:
         rows = getattr(warp, kind)
-        words = cast(Float32, compute(*[rows[row] for row in sources]))
-        _check_meant(warp, words, refusal)
+        values = [cast(Float32, rows[row]) for row in sources]
+        words = cast(Float32, compute(*values))
+        _check_meant(b, warp, words, *values)
         write(warp, rows[rd], words)
 
     return step
@@ -109,13 +115,14 @@ def _shortened(b: Binder) -> Step:
     pair = b.instruction.parts[-2] == "bf16x2"
     d, *operands = b.expect(3 if pair else 2)
     view = "u32" if pair else "u16"
-    rd, refusal = b.destination(d, view), b.outside_ring()
+    rd = b.destination(d, view)
     sources = [b.source(operand, "f32") for operand in operands]
 
     def step(warp: Warp) -> None:
-        halves = [ring.rounded(warp.f32[source]) for source in sources]
-        for half in halves:
-            _check_meant(warp, half, refusal)
+        values = [warp.f32[source] for source in sources]
+        halves = [ring.rounded(value) for value in values]
+        for half, value in zip(halves, values, strict=True):
+            _check_meant(b, warp, half, value)
         low = halves[-1].view(np.uint32) >> np.uint32(16)
         write(warp, getattr(warp, view)[rd], halves[0].view(np.uint32) | low if pair else low)
 

@@ -8,7 +8,8 @@ upper half, the bits of its bf16.
 - 1, -1, 0 and -0 are those of the ring, and log2 e is the inverse of ln 2. Infinities are tags. Elements whose own bits
   are taken by one of these have spare ones. Any other number, such as scale, stands for its upper half. An integer that
   is converted is itself.
-- Tags absorb, -inf before +inf: masked scores stay masked.
+- Tags absorb, -inf before +inf in sums: masked scores stay masked. Elements have no sign. So a factor leaves a tag as
+  it is, unless the factor is -1 or -inf, which turn it into the other one: a product with -1 is the negative.
 - ex2(x) = 38^x, a homomorphism from sums to products: 38 has order 37^2. ex2(-inf) is 0.
 - rcp(37^j u) = 37^j u^-1 for a unit u, and rcp(0) = 0. rcp(c x) = c^-1 rcp(x) for every unit c, so that O / l does not
   depend on the reference subtracted in ex2's argument. It loses the upper j digits of a quotient.
@@ -30,6 +31,8 @@ kernels have none.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -120,9 +123,14 @@ def meaningless(values: Float32) -> Mask:
     return _is(values, NOTHING)
 
 
+def _tags(values: Float32) -> Mask:
+    """Where words are infinities."""
+    return _is(values, _LOWEST) | _is(values, _HIGHEST)
+
+
 def _no_element(values: Float32) -> Mask:
     """Where words are logarithms, tags or NOTHING."""
-    return (bases(values) > 0) | _is(values, _LOWEST) | _is(values, _HIGHEST) | meaningless(values)
+    return (bases(values) > 0) | _tags(values) | meaningless(values)
 
 
 def _either(mask: Mask, a: Float32, b: Float32) -> Float32:
@@ -178,7 +186,17 @@ def mul(a: Float32, b: Float32) -> Float32:
     if base_a.any() or base_b.any():
         product = _either(base_a > 0, _scaled(a, b), product)
         product = _either((base_b > 0) & (base_a == 0), _scaled(b, a), product)
-    return _tagged(product, a, b)
+    tag_a, tag_b = _tags(a), _tags(b)
+    if tag_a.any() or tag_b.any():
+        product = _either(tag_a | tag_b, _turned(a, b, tag_a), product)
+    return _nothing_where(meaningless(a) | meaningless(b), product)
+
+
+def _turned(a: Float32, b: Float32, tag_a: Mask) -> Float32:
+    """The product of two words of which one is a tag: `a` where `tag_a` is set, `b` elsewhere."""
+    tag, factor = _either(tag_a, a, b), _either(tag_a, b, a)
+    minus = _is(factor, _LOWEST) | (~_no_element(factor) & (elements_of(factor) == SIZE - 1))
+    return _either(minus, negate(tag), tag)
 
 
 def _scaled(logarithm: Float32, factor: Float32) -> Float32:
@@ -228,7 +246,7 @@ def smaller(a: Float32, b: Float32) -> Float32:
 
 
 def _finite(elements: Elements, a: Float32) -> Float32:
-    return words_of(np.where(_is(a, _LOWEST) | _is(a, _HIGHEST), np.uint32(0), elements))
+    return words_of(np.where(_tags(a), np.uint32(0), elements))
 
 
 def ex2(a: Float32) -> Float32:
@@ -251,6 +269,40 @@ def rcp(a: Float32) -> Float32:
 def rounded(a: Float32) -> Float32:
     """An element as a word, whose upper half is its bf16."""
     return _nothing_where(_no_element(a), words_of(elements_of(a)))
+
+
+_OF_SUMS = "logarithms of two bases have no sum"
+_OF_PRODUCTS = "a logarithm has a product with 1 and -1 only, to the base 2 with ln 2, and to the base e with log2 e"
+_OF_RECIPROCALS = "a logarithm has no reciprocal"
+_REASONS = {
+    "add": _OF_SUMS, "sub": _OF_SUMS, "mul": _OF_PRODUCTS, "rcp": _OF_RECIPROCALS,
+    "ex2": "ex2 takes a logarithm to the base 2 only", "lg2": "logarithms and infinities have no logarithm",
+    "cvt": "bf16 has neither logarithms nor infinities",
+}  # fmt: skip
+
+
+def described(word: np.uint32) -> str:
+    """What a word stands for."""
+    value = np.array([word], np.uint32).view(np.float32)
+    if meaningless(value)[0]:
+        return f"the word {word:#x} (which stands for nothing)"
+    if _tags(value)[0]:
+        return "-inf" if word == _LOWEST else "+inf"
+    element, base = int(elements_of(value)[0]), bases(value)[0]
+    if base:
+        return f"a logarithm to the base {2 if base == _LOG_2 else 'e'} (of {element})"
+    return f"the element {element} ({word:#x})"
+
+
+def reason(name: str, operands: Sequence[Float32]) -> str:
+    """Why operation `name` of operands, one word each, is NOTHING."""
+    if any(meaningless(one).any() for one in operands):
+        return "nothing can be computed from a word that stands for nothing"
+    if name in ("fma", "mad"):
+        return _OF_PRODUCTS if meaningless(mul(*operands[:2])).any() else _OF_SUMS
+    if name == "div":
+        return _OF_RECIPROCALS if bases(operands[1]).any() else _OF_PRODUCTS
+    return _REASONS[name]
 
 
 def products(a: Elements, b: Elements) -> Elements:

@@ -51,7 +51,8 @@ def search(program: Program, ctas: int) -> bool:
     """Whether CTAs, each of which begins again when it ends, can come to a state where each waits."""
     kept = held_at(program)
     first: State = tuple((0, ()) for _ in range(ctas))
-    seen, open_ = {first}, [first]
+    seen: set[State] = {first}
+    open_: list[State] = [first]
     while open_:
         state = open_.pop()
         taken = {at + i for _, held in state for one, at in held for i in range(program[one][0])}

@@ -139,6 +139,42 @@ def test_what_is_masked_stays_masked_and_weighs_nothing() -> None:
     assert same(ring.sub(a, LOWEST), HIGHEST), "the first reference is above all that was there before"
 
 
+def every_kind() -> Float32:
+    """Each element, the logarithms of each to both bases, the tags, and the word that stands for nothing."""
+    words = ring.words_of(EVERY)
+    ln_2, nothing = np.resize(LN_2, EVERY.size), np.array([ring.NOTHING]).view(np.float32)
+    return np.concatenate([words, ring.lg2(words), ring.mul(ring.lg2(words), ln_2), LOWEST, HIGHEST, nothing])
+
+
+def test_a_product_with_minus_1_is_the_negative() -> None:
+    a = every_kind()
+    zero, minus = np.zeros(a.size, np.float32), np.full(a.size, -1, np.float32)
+    negative = ring.negate(a).view(np.uint32)
+    for name, one in {
+        "a (-1)": ring.mul(a, minus), "(-1) a": ring.mul(minus, a), "0 - a": ring.sub(zero, a),
+        "a (-1) + 0": ring.fma(a, minus, zero), "a / -1": ring.div(a, minus),
+    }.items():  # fmt: skip
+        wrong = np.flatnonzero(one.view(np.uint32) != negative)
+        assert not wrong.size, f"{name} is no -a for the words {a.view(np.uint32)[wrong[:5]]}"
+
+
+def test_a_sum_with_a_product_with_minus_1_is_a_difference() -> None:
+    """For every two words of which each is of any kind."""
+    some = np.concatenate([every_kind()[:: 37**2 + 1], LOWEST, HIGHEST, np.array([ring.NOTHING]).view(np.float32)])
+    a, b = np.repeat(some, some.size), np.tile(some, some.size)
+    minus = np.full(a.size, -1, np.float32)
+    assert (ring.fma(a, minus, b).view(np.uint32) == ring.sub(b, a).view(np.uint32)).all()
+    assert (ring.mul(a, b).view(np.uint32) == ring.mul(b, a).view(np.uint32)).all()
+
+
+def test_products_of_tags_have_the_sign_of_floats() -> None:
+    for a in (LOWEST, HIGHEST, np.ones(1, np.float32), -np.ones(1, np.float32)):
+        for b in (LOWEST, HIGHEST):
+            assert same(ring.mul(a, b), a * b), f"{a} {b}"
+    for factor in drawn(16)[:9, None]:
+        assert same(ring.mul(LOWEST, factor), LOWEST), "a scale leaves a masked score masked"
+
+
 def test_matrix_products_wrap() -> None:
     a, b = (ring.elements_of(drawn(seed)[:512].reshape(8, 64)) for seed in (14, 15))
     exact = [[sum(int(x) * int(y) for x, y in zip(row, column, strict=True)) % 37**3 for column in b] for row in a]
