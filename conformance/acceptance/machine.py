@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from backends.vm.bind.availability import Version, missing
 from backends.vm.bind.binder import Binder
+from backends.vm.bind.constants import impossible
 from backends.vm.bind.forms import find, in_order
 from backends.vm.bind.operand_types import mistyped
 from backends.vm.faults import UnknownInstructionError
@@ -21,7 +22,7 @@ def why_not_bound(question: Question) -> str | None:
         form, words = find(instruction)
         binder = Binder(instruction, words, rows)
         form.bind(binder)
-        if (reason := mistyped(instruction, rows.types)) is not None:
+        if (reason := mistyped(instruction, rows.types) or impossible(instruction)) is not None:
             raise binder.error(reason)
     except UnknownInstructionError as refusal:
         return str(refusal)

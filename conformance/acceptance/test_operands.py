@@ -64,6 +64,42 @@ ON_BLACKWELL = [
     ),
 ]
 
+_ALLOC = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r0], N;"
+_DEALLOC = "tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r0, N;"
+_CONSTANTS = [
+    ("bar.sync N;", "0 15 %r0", "16 -1", "there are 0..15"),
+    ("bar.cta.sync N, %r1;", "15 %r0", "0x10", "there are 0..15"),
+    ("barrier.arrive N, 64;", "15 %r0", "16", "barrier 16 does not exist"),
+    ("bar.red.popc.u32 %r0, N, %p;", "15 %r1", "16", "barrier 16 does not exist"),
+    ("bar.sync 0, N;", "0 64 4096 -32 %r0", "33 -31", "must be a multiple of 32"),
+    ("barrier.sync %r1, N;", "64", "48", "the thread count is 48"),
+    ("bar.arrive 1, N;", "64 -32 %r0", "0", "arrive needs a positive one"),
+    ("barrier.red.and.aligned.pred %p, 0, N, %p;", "0 64 %r0", "33", "the thread count is 33"),
+    ("mbarrier.init.b64 [%l0], N;", "1 1048575 %r0", "0 1048576 -1", "must be in 1..1048575"),
+    ("mbarrier.arrive.b64 _, [%l0], N;", "1 1048576 0x80000000 %r0", "0 -1", "must be positive"),
+    ("mbarrier.arrive_drop.b64 %l1, [%l0], N;", "1 %r0", "0", "the count is 0"),
+    ("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], N;", "0 16 -16 %r0", "", ""),
+    ("mbarrier.test_wait.parity.b64 %p, [%l0], N;", "0 1 %r0", "2 -1", "must be 0 or 1"),
+    ("mbarrier.try_wait.parity.b64 %p, [%l0], N, 2;", "0 1 %r0", "2", "the parity is 2"),
+]
+"""Instructions with N: what it may be, what it may not be, and what the refusal says."""
+_OF_TENSOR_MEMORY = [
+    (_ALLOC, "32 512 %r1", "0 16 48 96 1024 -32", "must be a power of two in 32..512"),
+    (_DEALLOC, "32 512 %r1", "0 48 96 1024", "must be a power of two in 32..512"),
+]
+CONSTANTS = [*[("sm_90a", *one) for one in _CONSTANTS], *[("sm_100a", *one) for one in _OF_TENSOR_MEMORY]]
+
+
+@pytest.mark.parametrize(("target", "instruction", "may", "may_not", "says"), CONSTANTS)
+def test_constants_that_ptxas_refuses(target: str, instruction: str, may: str, may_not: str, says: str) -> None:
+    """A register may hold any value until it is used."""
+    for value in may.split():
+        bind(instruction.replace("N;", f"{value};").replace("N,", f"{value},"), target)
+    for value in may_not.split():
+        with pytest.raises(UnknownInstructionError, match="PTX line 6") as refusal:
+            bind(instruction.replace("N;", f"{value};").replace("N,", f"{value},"), target)
+        assert says in str(refusal.value)
+
 
 @pytest.mark.parametrize(
     ("target", "right", "wrong", "says"),

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from backends.vm.bind.availability import Version, missing
 from backends.vm.bind.binder import Binder, OutsideRingError
 from backends.vm.bind.calls import with_calls_in_place
+from backends.vm.bind.constants import impossible
 from backends.vm.bind.definedness import InstructionCarrier, flow_of, unwritten_registers
 from backends.vm.bind.flow import (
     Bound,
@@ -275,7 +276,7 @@ def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Ve
         binder.uses.append(key)
     step = _in_ring(form, binder) if ring else form.bind(binder)
     refusal = missing(instruction, target, version)
-    refusal = refusal or mistyped(instruction, rows.types)
+    refusal = refusal or mistyped(instruction, rows.types) or impossible(instruction)
     if refusal is not None:
         raise binder.error(refusal)
     addresses = frozenset(binder.addresses) if binder.addresses else _NO_ADDRESSES

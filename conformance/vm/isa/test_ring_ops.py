@@ -1,4 +1,4 @@
-"""Float instructions on elements of a ring. A refusal says what was computed of which operands, and why that has none."""
+"""Float instructions on elements of a ring. A refusal says what was computed of which operands, and why it has none."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ MBARRIERS = {
         "live ones of this CTA: 0x400",
     ),
     "initialised twice": (f"{INIT}\n{INIT.replace('1;', '2; //!')}", "an mbarrier already lies", "0x400"),
-    "initialised with count 0": (INIT.replace("1;", "0; //!"), "count 0", "1..1048575"),
-    "initialised with count 2^20": (INIT.replace("1;", "1048576; //!"), "count 1048576"),
+    "initialised with count 0": (f"mov.b32 %r1, 0;\n{INIT.replace('1;', '%r1; //!')}", "count 0", "1..1048575"),
+    "initialised with count 2^20": (f"mov.b32 %r1, 1048576;\n{INIT.replace('1;', '%r1; //!')}", "count 1048576"),
     "arrived at too often": (
         "@%p1 mbarrier.init.shared::cta.b64 [mbar], 2;\n@%p1 mbarrier.arrive.shared::cta.b64 _, [mbar], 3; //!",
         "3 arrivals where phase 0",
@@ -73,8 +73,8 @@ def test_an_init_that_nothing_orders_before_its_use() -> None:
 
 
 BARRIERS = {
-    "number 16": ("bar.sync 16; //!", "barrier 16 does not exist; there are 0..15"),
-    "a count that is no multiple of 32": ("bar.sync 1, 33; //!", "thread count of 33"),
+    "number 16": ("mov.b32 %r1, 16;\nbar.sync %r1; //!", "barrier 16 does not exist; there are 0..15"),
+    "a count that is no multiple of 32": ("mov.b32 %r1, 33;\nbar.sync 1, %r1; //!", "thread count of 33"),
     "two counts": (
         "setp.eq.u32 %p1, %warp, 0;\n@%p1 bar.arrive 1, 64;\n@!%p1 bar.sync 1, 96; //!",
         "96 threads here",

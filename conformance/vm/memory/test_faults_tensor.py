@@ -131,7 +131,7 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
         ("64 columns asked for after an allocation of 32",),
     ),
     "alloc of 48 columns": (
-        {"setup": STAGES["setup"].replace("[taddr], 32;", "[taddr], 48; //!")},
+        {"setup": "mov.b32 %r41, 48;\n" + STAGES["setup"].replace("[taddr], 32;", "[taddr], %r41; //!")},
         "tmem-alloc",
         ("48 columns", "power of two in 32..512"),
     ),
