@@ -7,7 +7,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from backends.vm.memory.tmem_waits import fewest, listed
-from conformance.vm.kernel import Kernel, assert_blamed, assert_clean
+from conformance.vm.kernel import Kernel, assert_blamed, assert_clean, fault_of
 
 COLUMNS = 8
 """Of the small tensor memory of the search, where an allocation may be of one column."""
@@ -84,6 +84,28 @@ def test_the_rule_equals_a_search_of_all_states(program: Program, ctas: int) -> 
     waits = search(program, ctas)
     event(f"they wait: {waits}")
     assert rule(program, ctas) == waits, f"{ctas} CTAs that allocate {program}, and keep {amounts(program)}"
+
+
+def kernel_of(program: Program, ctas: int, last: list[int]) -> Kernel:
+    """A warp of each CTA does that with 64 times the columns. At the end it frees the rest, in the order `last`."""
+    alloc, dealloc = (f"tcgen05.{name}.cta_group::1.sync.aligned" for name in ("alloc", "dealloc"))
+    body = [".shared .align 4 .b32 slot;"]
+    freed = set[int]()
+    for number, (count, before) in enumerate([*program, (0, frozenset(range(len(program))))]):
+        now = sorted(before - freed, key=last.index)
+        body += [f"{dealloc}.b32 %r{one}, {64 * program[one][0]};" for one in now]
+        freed.update(now)
+        if count:
+            body.append(f"{alloc}.shared::cta.b32 [slot], {64 * count}; ld.shared.u32 %r{number}, [slot];")
+    return Kernel("\n".join([*body, "ret;"]), grid=(ctas, 1, 1))
+
+
+@settings(max_examples=25, deadline=None)
+@given(programs(), st.integers(1, 4), st.permutations(range(4)))
+def test_the_machine_reports_it_if_and_only_if_a_search_finds_it(program: Program, ctas: int, last: list[int]) -> None:
+    found = fault_of(kernel_of(program, ctas, last), "eager")
+    assert found is None or found.rule == "tmem-hold-and-wait", f"{found}"
+    assert (found is not None) == search(program, ctas), f"{ctas} CTAs that allocate {program}: {found}"
 
 
 @pytest.mark.parametrize(
