@@ -272,7 +272,7 @@ def rounded(a: Float32) -> Float32:
 
 
 _OF_SUMS = "logarithms of two bases have no sum"
-_OF_PRODUCTS = "a logarithm has a product with 1 and -1 only, to the base 2 with ln 2, and to the base e with log2 e"
+_OF_PRODUCTS = "a logarithm has a product with 1, -1, ln 2 if its base is 2, and log2 e if its base is e"
 _OF_RECIPROCALS = "a logarithm has no reciprocal"
 _REASONS = {
     "add": _OF_SUMS, "sub": _OF_SUMS, "mul": _OF_PRODUCTS, "rcp": _OF_RECIPROCALS,

@@ -11,7 +11,7 @@ from conformance.vm.kernel import run_ptx
 
 LOG, LN = "lg2.approx.f32 %l, %a;", "mul.f32 %n, %l, 0f3F317218;"
 TWO_BASES = "logarithms of two bases have no sum"
-PRODUCTS = "a logarithm has a product with 1 and -1 only, to the base 2 with ln 2, and to the base e with log2 e"
+PRODUCTS = "a logarithm has a product with 1, -1, ln 2 if its base is 2, and log2 e if its base is e"
 RECIPROCALS = "a logarithm has no reciprocal"
 BINARY, NATURAL = r"a logarithm to the base 2 \(of 16512\)", r"a logarithm to the base e \(of 16512\)"
 THREE, TWO = r"the element 16448 \(0x40400000\)", r"the element 16384 \(0x40000000\)"
