@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, counted, report
+from backends.vm.faults import ByLanes, Fault, counted, report
 from backends.vm.machine.code import LANES
 from backends.vm.memory.clocks import Flag
 from backends.vm.memory.definedness import Mask, Missing, Origin
@@ -130,10 +130,8 @@ def take(
             if missing is not None:
                 hidden[group], origin = missing.bytes_, missing.origin
         return values, None if origin is None else Missing(hidden, origin)
-    try:
+    with ByLanes(lanes):
         return _take(warp, space, addresses, size, lanes, strong=strong, constant=constant)
-    except Fault as fault:
-        raise _of_lane(fault, lanes) from None
 
 
 def _take(
@@ -217,10 +215,8 @@ def store(
         for group in groups:
             store(warp, space, addresses[group], values[group], line, strong=strong, lanes=lanes[group])
         return
-    try:
+    with ByLanes(lanes):
         _store(warp, space, addresses, values, line, lanes, strong=strong)
-    except Fault as fault:
-        raise _of_lane(fault, lanes) from None
 
 
 def _store(
@@ -284,7 +280,7 @@ def _split_load(
 ) -> tuple[Bytes, Missing | None]:
     """A load whose lanes lie in several buffers, done lane by lane."""
     one = [slice(i, i + 1) for i in range(addresses.size)]
-    parts = [_take(warp, "global", addresses[i], size, lanes[i], strong=strong, constant=constant) for i in one]
+    parts = [take(warp, "global", addresses[i], size, strong=strong, lanes=lanes[i], constant=constant) for i in one]
     values = np.concatenate([values for values, _ in parts])
     origins = [missing.origin for _, missing in parts if missing is not None]
     if not origins:
@@ -309,7 +305,8 @@ def _note_store(
                 warp.stored_globally_at = warp.meetings
         return
     for i in range(addresses.size):
-        _note_store(warp, addresses[i : i + 1], values[i : i + 1], line, lanes[i : i + 1], strong=strong)
+        with ByLanes(lanes[i : i + 1]):
+            _note_store(warp, addresses[i : i + 1], values[i : i + 1], line, lanes[i : i + 1], strong=strong)
 
 
 def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
@@ -322,13 +319,6 @@ def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
     if not count_nonzero(keys != keys[0]):
         return None
     return [np.flatnonzero(keys == key) for key in dict.fromkeys(keys.tolist())]
-
-
-def _of_lane(fault: Fault, lanes: Addresses) -> Fault:
-    """`fault` with its lane renumbered within the warp: memories number the addresses of one access."""
-    if fault.lane is not None:
-        fault.lane = int(lanes[fault.lane])
-    return fault
 
 
 def load_parameter(warp: Warp, addresses: Addresses, size: int) -> Bytes:
