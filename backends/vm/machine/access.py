@@ -246,6 +246,37 @@ def _store(
     engine.events += changed
 
 
+def compare(warp: Warp, space: str, addresses: Addresses, size: int, strong: Strong, lanes: Addresses) -> None:
+    """After a `take` by compare-and-swaps: note those at `addresses`, by `lanes`, as `strong` reads; they have failed.
+
+    One on an input is a fault all the same, because whether it fails is a matter of timing.
+    """
+    groups = _groups(space, addresses)
+    if groups is not None:
+        for group in groups:
+            compare(warp, space, addresses[group], size, strong, lanes[group])
+        return
+    with ByLanes(lanes):
+        where, own = resolve(space, addresses)
+        if where.startswith("shared"):
+            cta, offsets = owner(warp, where, own, "load")
+            cta.smem.note_comparison(offsets, size, warp.clock, warp.stamp, strong)
+        elif where == "global":
+            _note_comparison(warp, own, size, strong, lanes)
+
+
+def _note_comparison(warp: Warp, addresses: Addresses, size: int, strong: Strong, lanes: Addresses) -> None:
+    machine = warp.cta.machine
+    buffer, _ = machine.memory.locate(addresses, size, "store")
+    if buffer is not None:
+        machine.memory.check_writable(buffer, addresses)
+        machine.races.compare(buffer, addresses, size, warp, warp.stamp, strong)
+        return
+    for i in range(addresses.size):
+        with ByLanes(lanes[i : i + 1]):
+            _note_comparison(warp, addresses[i : i + 1], size, strong, lanes[i : i + 1])
+
+
 def undefine(
     warp: Warp, space: str, addresses: Addresses, missing: Mask, origin: Origin, *, lanes: Addresses | None = None
 ) -> None:
