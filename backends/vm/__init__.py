@@ -50,8 +50,8 @@ It does NOT notice, and why:
 - Between lanes of one warp, races other than a read of what another lane wrote.
 - A strong load (`.volatile`, `.relaxed` and up) beside a weak store that nothing orders, because kernels poll what a
   weak store sets; nor a strong write after a weak one. A weak write after a strong one is a race, and so is a strong
-  write beside a weak load, whichever comes first. In global memory an atomic after a weak load counts as no write if it
-  leaves what was there, as a failed compare-and-swap does (PTX ISA 8.4).
+  write beside a weak load, whichever comes first. A compare-and-swap that fails is a strong read (PTX ISA 8.4), but a
+  weak write after it is a race. All other atomics are writes, also those that leave what was there.
 - A strong write of too narrow a scope after a strong load, and a strong access of too narrow a scope after a bulk
   reduction. After a strong write by a thread it is noticed (memory/strong_writes.py).
 - In shared memory, where races are judged by byte (memory/marks.py), a race with a write of the value that is there

@@ -6,12 +6,18 @@ survive: it is raised too, unless a collector takes it. backends.vm.rules has th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
 
 from backends.vm.rules import COLLECTED_ONLY, COUNTERS, RULES, MachineRule
+
+Lanes = Sequence[int] | npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,8 @@ class Fault(Exception):
     `rule` is a stable slug of RULES, `detail` a sentence fragment with the values seen. `source`: the place in the
     source, innermost first. `times`: how often a launch met it. `ends`: the launch could not go on. `address`: not of
     global memory. Kernels see the memory of this process there, so it would differ from run to run; `detail` names the
-    byte of a buffer instead. `spot`: the variable and byte at `address`, "" if unknown.
+    byte of a buffer instead. `spot`: the variable and byte at `address`, "" if unknown. `named`: `lane` was a position
+    in an access, and is now the lane of the warp (ByLanes).
     """
 
     rule: str
@@ -58,6 +65,7 @@ class Fault(Exception):
     times: int = 1
     ends: bool = True
     spot: str = ""
+    named: bool = False
 
     def __str__(self) -> str:
         place = f"kernel {self.kernel}, PTX line {self.line} `{self.text}`" if self.line else f"kernel {self.kernel}"
@@ -117,8 +125,39 @@ def collecting(take: Callable[[Fault], None]) -> Iterator[None]:
         _TAKES.reset(token)
 
 
+class ByLanes:
+    """A context in which `lanes` [n] of a warp access memory: there, the lane of a fault is a position among them.
+
+    Memories know the n addresses of an access and not whose they are. Whatever they report or raise gets the lane of
+    the warp here, so that no memory has to be told. The innermost context counts.
+    """
+
+    __slots__ = ("_lanes", "_token")
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+
+    def __enter__(self) -> None:
+        self._token: Token[Lanes | None] = _LANES.set(self._lanes)
+
+    def __exit__(self, kind: object, raised: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(raised, Fault):
+            _name_lane(raised)
+        _LANES.reset(self._token)
+
+
+_LANES: ContextVar[Lanes | None] = ContextVar("lanes", default=None)
+
+
+def _name_lane(fault: Fault) -> None:
+    lanes = _LANES.get()
+    if fault.lane is not None and lanes is not None and not fault.named:
+        fault.lane, fault.named = int(lanes[fault.lane]), True
+
+
 def report(fault: Fault) -> None:
     """Report a fault that the run can survive as if the order were there. Raises it if there is no collector."""
+    _name_lane(fault)
     take = _TAKES.get()
     if take is None:
         raise fault

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, OtherAccess, counted, report
+from backends.vm.faults import ByLanes, Fault, OtherAccess, counted, report
 from backends.vm.machine.access import active, check_acquired, resolve
 from backends.vm.machine.code import Wait
 from backends.vm.machine.cta import Cta
@@ -131,8 +131,9 @@ def _check_lanes(warp: Warp, lane: int, granules: Granules) -> None:
     ordered before it. A copy issued by all lanes needs no check."""
     if count_nonzero(warp.mask) == 1:
         offsets, by = 4 * granules, np.full(granules.size, lane)
-        warp.cta.smem.check_lanes(offsets, 4, by, (warp.agent, warp.meetings), "copied by")
-        check_acquired(warp, warp.cta, offsets, 4, by)
+        with ByLanes(by):
+            warp.cta.smem.check_lanes(offsets, 4, by, (warp.agent, warp.meetings), "copied by")
+            check_acquired(warp, warp.cta, offsets, 4, by)
 
 
 def shared_address(b: Binder, operand: Operand) -> Callable[[Warp, int], int]:
@@ -166,7 +167,9 @@ class _TensorOperand:
         machine = warp.cta.machine
         check_map_address(machine.memory, address, lane)
         machine.races.maps.use(machine.memory, address, warp, lane)
-        return decode_tensor_map(machine.read_generic(address, MAP_HALF).tobytes())
+        with ByLanes([lane]):
+            held = machine.read_generic(address, MAP_HALF)
+        return decode_tensor_map(held.tobytes())
 
     def note_read(self, warp: Warp, lane: int, agent: int, serial: int) -> None:
         """Record that copy number `serial`, whose end is an action of `agent`, reads the map."""
@@ -318,7 +321,8 @@ def _begin_load(
     if not combine[0]:
         if warp.knows_unevenly() and count_nonzero(warp.mask) == 1:
             lanes = np.full(granules.size, int(warp.mask.argmax()))
-            check_acquired(warp, cta, 4 * granules, 4, lanes, writes=True)
+            with ByLanes(lanes):
+                check_acquired(warp, cta, 4 * granules, 4, lanes, writes=True)
         cta.smem.async_write_begins(granules, warp.clock, line, "the bulk copy")
     landed = _copy_clock(warp, barrier.copy_agent, serial)
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, OtherAccess, report
+from backends.vm.faults import ByLanes, Fault, OtherAccess, report
 from backends.vm.isa.bulk_copy import shared_address
 from backends.vm.machine.access import active
 from backends.vm.machine.cta import Cta
@@ -116,7 +116,8 @@ def st_async(b: Binder) -> Step:
 
     def _begin(warp: Warp, lane: int, cta: Cta, offset: int, place: int, data: npt.NDArray[np.uint8]) -> None:
         cta.check_started(warp, f"{what} into shared memory")
-        cta.smem.check_region(offset, size, what)
+        with ByLanes([lane]):
+            cta.smem.check_region(offset, size, what)
         signalled = cta.mbarrier(place, warp.clock)
         granules = np.arange(offset >> 2, (offset + size) >> 2, dtype=np.int64)
         serial = warp.cta.cluster.next_copy()
@@ -180,7 +181,8 @@ def try_cancel(b: Binder) -> Step:
             granules = np.arange(offset >> 2, (offset + RESPONSE_BYTES) >> 2, dtype=np.int64)
             told = [(cta, cta.mbarrier(place, warp.clock)) for cta in _told(warp, everybody, said)]
             for cta, _ in told:
-                cta.smem.check_region(offset, RESPONSE_BYTES, "clusterlaunchcontrol.try_cancel")
+                with ByLanes([lane]):
+                    cta.smem.check_region(offset, RESPONSE_BYTES, "clusterlaunchcontrol.try_cancel")
                 cta.smem.async_write_begins(granules, warp.clock, line, "clusterlaunchcontrol.try_cancel")
             serial = warp.cta.cluster.next_copy()
             perform = _performer(warp, offset, granules, told, serial, line)

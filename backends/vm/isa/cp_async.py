@@ -10,7 +10,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault
+from backends.vm.faults import ByLanes, Fault
 from backends.vm.isa.mbarrier_ops import places
 from backends.vm.machine.access import active, check_acquired
 from backends.vm.machine.code import Wait
@@ -57,18 +57,15 @@ def cp_async(b: Binder) -> Step:
         lanes = active(warp)
         targets, sources, valid = to(warp)[lanes], origin(warp)[lanes], counts(warp, lanes)
         smem, cluster = warp.cta.smem, warp.cta.cluster
-        try:
+        with ByLanes(lanes):
             offsets = np.array([warp.cta.own_offset(int(address), "cp.async") for address in targets], np.int64)
             smem.check(offsets, size, "cp.async")
             check_alignment(sources, size, "cp.async from global memory", warp.cta.machine.memory)
             if count_nonzero(valid > size):
                 raise Fault("cp-async", f"src-size {int(valid.max())} exceeds cp-size {size}", lane=int(valid.argmax()))
-        except Fault as fault:
-            fault.lane = None if fault.lane is None else int(lanes[fault.lane])
-            raise
-        granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
-        check_acquired(warp, warp.cta, offsets, size, lanes, writes=True)
-        smem.async_write_begins(granules, warp.clock, line, "cp.async", generic=True)
+            granules = (offsets[:, None] + np.arange(0, size, 4)) >> 2
+            check_acquired(warp, warp.cta, offsets, size, lanes, writes=True)
+            smem.async_write_begins(granules, warp.clock, line, "cp.async", generic=True)
         groups, serial = _groups(warp), cluster.next_copy()
         machine = warp.cta.machine
         for count in dict.fromkeys(valid[valid > 0].tolist()):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, report
+from backends.vm.faults import ByLanes, Fault, report
 from backends.vm.machine.access import active, resolve, visit
 from backends.vm.machine.code import LANES, NEXT, Wait
 from backends.vm.machine.cta import Cta
@@ -61,7 +61,8 @@ def init(b: Binder) -> Step:
                 raise Fault("mbarrier-misuse", f"{len(lanes)} lanes initialise this mbarrier, with counts "
                             f"{', '.join(map(str, counts[:4]))}; which of them stays is undefined", lane=lanes[0],
                             address=offset)  # fmt: skip
-            cta.init_mbarrier(offset, counts[0], warp)
+            with ByLanes(lanes):
+                cta.init_mbarrier(offset, counts[0], warp)
 
     return step
 

@@ -368,7 +368,7 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
     else:
         update = _UPDATES[next(part for part in parts if part in _UPDATES)]
     sem, scope = b.words["sem"], b.words["scope"]
-    reach = Strong(scope, "atomic")
+    compares, reach, failed = "cas" in parts, Strong(scope, "atomic"), Strong(scope, "comparison")
     single = kind == "f32" and "add" in parts
     kind = "b32" if single else kind
     element = _Element.of(kind)
@@ -391,15 +391,23 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         found = loaded.view(element.dtype)
         held = element.numbers(found if element.kind == "b128" else found[:, 0])
         returned: list[int | float] = []
+        written = np.full(len(held), not compares)
         values = [element.numbers(getattr(warp, view)[row][lanes]) for row in rows]
         for position, place in enumerate(which):
             operands = [column[position] for column in values]
             returned.append(held[place])
+            if compares:
+                written[place] |= held[place] == operands[0]
             new: int | float = change(held[place], *operands, *[None] * (2 - len(operands)))
             held[place] = element.wrapped(new)
         stored = np.ascontiguousarray(element.words(held).reshape(len(held), -1)).view(np.uint8)
-        access.store(warp, space, places, stored, line, strong=reach, lanes=lanes[first])
-        access.synchronise(warp, space, places, sem, scope, release=True, meetings=meetings)
+        by = lanes[first]
+        if count_nonzero(written) < written.size:
+            access.compare(warp, space, places[~written], element.size, failed, by[~written])
+            places, stored, by = places[written], stored[written], by[written]
+        if places.size:
+            access.store(warp, space, places, stored, line, strong=reach, lanes=by)
+            access.synchronise(warp, space, places, sem, scope, release=True, meetings=meetings)
         if target is not None:
             getattr(warp, view)[target][lanes] = element.words(returned)
             if missing is not None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.faults import Fault, report
+from backends.vm.faults import ByLanes, Fault, report
 from backends.vm.isa.barrier import order_memory
 from backends.vm.machine.access import Bytes, active, resolve, store
 from backends.vm.machine.warp import Warp
@@ -30,11 +30,14 @@ def _changed(warp: Warp, space: str, address: int, lane: int, line: int, change:
     if where.startswith("shared"):
         at = warp.cta.own_offset(at, "tensormap.replace")
         lower = np.array([at], np.int64)
-        if warp.cta.smem.store(lower, change(_from_smem(warp, at)), warp.clock, warp.stamp, line):
-            warp.cta.machine.engine.repeat()
+        with ByLanes([lane]):
+            if warp.cta.smem.store(lower, change(_from_smem(warp, at)), warp.clock, warp.stamp, line):
+                warp.cta.machine.engine.repeat()
     elif where == "global":
         lower = np.array([at], np.int64)
-        store(warp, "global", lower, change(memory.load(lower, MAP_HALF)), line, lanes=np.array([lane]))
+        with ByLanes([lane]):
+            held = memory.load(lower, MAP_HALF)
+        store(warp, "global", lower, change(held), line, lanes=np.array([lane]))
     else:
         raise Fault("out-of-bounds", f"tensormap.replace in {where} memory; it takes global and shared::cta",
                     lane=lane, address=address)  # fmt: skip
@@ -104,7 +107,9 @@ def copy_and_fence(b: Binder) -> Step:
         for half in (0, MAP_HALF):
             if not half or warp.cta.smem.defined[offset + half : offset + half + MAP_HALF].all():
                 at = np.array([target + half], np.int64)
-                store(warp, "global", at, _from_smem(warp, offset + half), line, lanes=np.array([lane]))
+                with ByLanes([lane]):
+                    held = _from_smem(warp, offset + half)
+                store(warp, "global", at, held, line, lanes=np.array([lane]))
         warp.cta.machine.races.maps.release(warp)
         order_memory(warp, scope, acquires=False)
         warp.meetings += 1

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, counted, report
+from backends.vm.faults import ByLanes, Fault, counted, report
 from backends.vm.machine.code import LANES
 from backends.vm.memory.clocks import Flag
 from backends.vm.memory.definedness import Mask, Missing, Origin
@@ -130,10 +130,8 @@ def take(
             if missing is not None:
                 hidden[group], origin = missing.bytes_, missing.origin
         return values, None if origin is None else Missing(hidden, origin)
-    try:
+    with ByLanes(lanes):
         return _take(warp, space, addresses, size, lanes, strong=strong, constant=constant)
-    except Fault as fault:
-        raise _of_lane(fault, lanes) from None
 
 
 def _take(
@@ -217,10 +215,8 @@ def store(
         for group in groups:
             store(warp, space, addresses[group], values[group], line, strong=strong, lanes=lanes[group])
         return
-    try:
+    with ByLanes(lanes):
         _store(warp, space, addresses, values, line, lanes, strong=strong)
-    except Fault as fault:
-        raise _of_lane(fault, lanes) from None
 
 
 def _store(
@@ -248,6 +244,37 @@ def _store(
         _note_store(warp, addresses, values, line, lanes, strong=strong)
         changed = warp.cta.machine.memory.store(addresses, values)
     engine.events += changed
+
+
+def compare(warp: Warp, space: str, addresses: Addresses, size: int, strong: Strong, lanes: Addresses) -> None:
+    """After a `take` by compare-and-swaps: note those at `addresses`, by `lanes`, as `strong` reads; they have failed.
+
+    One on an input is a fault all the same, because whether it fails is a matter of timing.
+    """
+    groups = _groups(space, addresses)
+    if groups is not None:
+        for group in groups:
+            compare(warp, space, addresses[group], size, strong, lanes[group])
+        return
+    with ByLanes(lanes):
+        where, own = resolve(space, addresses)
+        if where.startswith("shared"):
+            cta, offsets = owner(warp, where, own, "load")
+            cta.smem.note_comparison(offsets, size, warp.clock, warp.stamp, strong)
+        elif where == "global":
+            _note_comparison(warp, own, size, strong, lanes)
+
+
+def _note_comparison(warp: Warp, addresses: Addresses, size: int, strong: Strong, lanes: Addresses) -> None:
+    machine = warp.cta.machine
+    buffer, _ = machine.memory.locate(addresses, size, "store")
+    if buffer is not None:
+        machine.memory.check_writable(buffer, addresses)
+        machine.races.compare(buffer, addresses, size, warp, warp.stamp, strong)
+        return
+    for i in range(addresses.size):
+        with ByLanes(lanes[i : i + 1]):
+            _note_comparison(warp, addresses[i : i + 1], size, strong, lanes[i : i + 1])
 
 
 def undefine(
@@ -284,7 +311,7 @@ def _split_load(
 ) -> tuple[Bytes, Missing | None]:
     """A load whose lanes lie in several buffers, done lane by lane."""
     one = [slice(i, i + 1) for i in range(addresses.size)]
-    parts = [_take(warp, "global", addresses[i], size, lanes[i], strong=strong, constant=constant) for i in one]
+    parts = [take(warp, "global", addresses[i], size, strong=strong, lanes=lanes[i], constant=constant) for i in one]
     values = np.concatenate([values for values, _ in parts])
     origins = [missing.origin for _, missing in parts if missing is not None]
     if not origins:
@@ -309,7 +336,8 @@ def _note_store(
                 warp.stored_globally_at = warp.meetings
         return
     for i in range(addresses.size):
-        _note_store(warp, addresses[i : i + 1], values[i : i + 1], line, lanes[i : i + 1], strong=strong)
+        with ByLanes(lanes[i : i + 1]):
+            _note_store(warp, addresses[i : i + 1], values[i : i + 1], line, lanes[i : i + 1], strong=strong)
 
 
 def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
@@ -322,13 +350,6 @@ def _groups(space: str, addresses: Addresses) -> list[Addresses] | None:
     if not count_nonzero(keys != keys[0]):
         return None
     return [np.flatnonzero(keys == key) for key in dict.fromkeys(keys.tolist())]
-
-
-def _of_lane(fault: Fault, lanes: Addresses) -> Fault:
-    """`fault` with its lane renumbered within the warp: memories number the addresses of one access."""
-    if fault.lane is not None:
-        fault.lane = int(lanes[fault.lane])
-    return fault
 
 
 def load_parameter(warp: Warp, addresses: Addresses, size: int) -> Bytes:

@@ -14,7 +14,7 @@ from llvmlite import ir
 from backends.vm.counting import address_of, word_at
 from backends.vm.memory.clocks import EPOCH_BITS, EPOCH_MASK
 from backends.vm.memory.definedness import DEFINED
-from backends.vm.memory.marks import EVERY_BYTE, GRANULE, READ, WRITTEN
+from backends.vm.memory.marks import COMPARED, EVERY_BYTE, GRANULE, READ, WRITTEN
 from backends.vm.numerics.compiled import ENTRY, linked
 
 NO: Final = -1
@@ -35,7 +35,7 @@ SHARED_FIELDS: Final = (
 )  # fmt: skip
 GLOBAL_FIELDS: Final = (
     "end", "data", "state", "shadow_base", "shift", "writer", "reader", "writer_line", "reader_line", "constant_line",
-    "lane", "met", "partial",
+    "lane", "met", "comparer", "partial",
 )  # fmt: skip
 """The fields of a place: byte bounds, then addresses of arrays; in global memory 0 where there is no such array.
 `readers`: the number of agents whose readings SharedMemory keeps, then each agent and the address of its readings."""
@@ -222,6 +222,10 @@ class MemoryCode:
             return b.select(own, self._of(f"byte_{name}", byte, kind), self._of(name, granule, kind))
 
         return found
+
+    def _compared(self, divided: Any) -> Any:
+        """Whether the flags `divided` of a granule say that a compare-and-swap has failed there."""
+        return self.b.icmp_unsigned("!=", self.b.and_(divided, ir.Constant(I8, COMPARED)), ir.Constant(I8, 0))
 
     def _none_apart(self) -> Any:
         return self.b.icmp_signed("==", self._value(self.apart), number(0))

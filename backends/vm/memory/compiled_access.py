@@ -33,7 +33,7 @@ from backends.vm.memory.access_code import (
 )
 from backends.vm.memory.clocks import CLUSTER_SHIFT
 from backends.vm.memory.lane_releases import LANE_BITS
-from backends.vm.memory.marks import GRANULE, READ, WRITTEN
+from backends.vm.memory.marks import GRANULE, LASTING, READ, WRITTEN
 
 LANES: Final = 32
 BANKS: Final = 32
@@ -168,17 +168,27 @@ class _Access(MemoryCode):
         b = self.b
         if self.kind.constant:
             self._refuse(b.icmp_signed("==", self.place["constant_line"], number(0)))
-        for marks in ("writer", "reader") if self.kind.stores else ("writer",):
-            found = self.at(self._pointer(marks), granule, I64)
-            serial, own = (b.ashr(one, number(CLUSTER_SHIFT)) for one in (found, self.mark))
-            foreign = b.icmp_signed("!=", serial, own)
-            with b.if_then(b.icmp_signed("!=", found, number(0))):
-                self._refuse(foreign)
-                stamp = b.trunc(found, I32)
-                self._refuse(self._late(stamp))
-                marks = self._marks_of(granule)
-                self._refuse(self._released_alone(marks, stamp) if self.kind.stores else
-                             self._loose(marks, lane, stamp))  # fmt: skip
+        self._look_at_mark("writer", granule, lane)
+        if self.kind.stores:
+            self._look_at_mark("reader", granule, lane)
+            self._look_at_comparer(granule, lane)
+
+    def _look_at_comparer(self, granule: Any, lane: Any) -> None:
+        with self.b.if_then(self.b.icmp_signed("!=", self.place["comparer"], number(0)), likely=False):
+            self._look_at_mark("comparer", granule, lane)
+
+    def _look_at_mark(self, name: str, granule: Any, lane: Any) -> None:
+        b = self.b
+        found = self.at(self._pointer(name), granule, I64)
+        serial, own = (b.ashr(one, number(CLUSTER_SHIFT)) for one in (found, self.mark))
+        foreign = b.icmp_signed("!=", serial, own)
+        with b.if_then(b.icmp_signed("!=", found, number(0))):
+            self._refuse(foreign)
+            stamp = b.trunc(found, I32)
+            self._refuse(self._late(stamp))
+            marks = self._marks_of(granule)
+            self._refuse(self._released_alone(marks, stamp) if self.kind.stores else
+                         self._loose(marks, lane, stamp))  # fmt: skip
 
     def _look_at_shared(self, granule: Any, lane: Any, at: Any) -> None:
         b, none = self.b, ir.Constant(I8, 0)
@@ -188,6 +198,8 @@ class _Access(MemoryCode):
             with whole:
                 self._look_at_marks(self._marks_of(granule), lane, busy)
             with apart:
+                if self.kind.stores:
+                    self._refuse(self._compared(divided))
                 self._set(self.apart, number(1))
                 if self.narrow:
                     for byte in self._own(at):
@@ -307,7 +319,7 @@ class _Access(MemoryCode):
         """To call before _mark, if a granule of a wider access may be divided."""
         b = self.b
         if self.kind.stores:
-            kept = b.and_(self._of("divided", granule, I8), ir.Constant(I8, READ))
+            kept = b.and_(self._of("divided", granule, I8), ir.Constant(I8, LASTING))
             self.put(self._pointer("divided"), granule, kept, I8)
         else:
             by = b.trunc(lane, I8), b.trunc(self.met, I32)

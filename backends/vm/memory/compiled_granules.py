@@ -25,7 +25,7 @@ from backends.vm.memory.access_code import (
     defined,
     number,
 )
-from backends.vm.memory.marks import GRANULE, READ, WRITTEN
+from backends.vm.memory.marks import COMPARED, GRANULE, LASTING, READ, WRITTEN
 
 WORTH: Final = 100
 """Calls by NumPy that take as long as compiling the machine code."""
@@ -137,6 +137,8 @@ class _GranuleAccess(MemoryCode):
         made = b.append_basic_block()
         b.position_at_end(made)
         fine = self._untouched(first)
+        if self.deed == "write begins":
+            fine = b.and_(fine, self._none_compared(first))
         for name, bit in (("writer", WRITTEN), ("reader", READ)):
             flags = b.and_(self._vector("divided", first, I8, _BYTES), ir.Constant(_BYTES, [bit] * _TOGETHER))
             every, none = (self._same(flags, ir.Constant(_BYTES, [flag] * _TOGETHER)) for flag in (bit, 0))
@@ -165,6 +167,12 @@ class _GranuleAccess(MemoryCode):
     def _none_set(self, name: str, first: Any) -> Any:
         return self._same(self._vector(name, first, I8, _BYTES), ir.Constant(_BYTES, [0] * _TOGETHER))
 
+    def _none_compared(self, first: Any) -> Any:
+        """Whether no compare-and-swap has failed on neighbours."""
+        flags = self._vector("divided", first, I8, _BYTES)
+        flags = self.b.and_(flags, ir.Constant(_BYTES, [COMPARED] * _TOGETHER))
+        return self._same(flags, ir.Constant(_BYTES, [0] * _TOGETHER))
+
     def _inside(self, granule: Any) -> Any:
         b = self.b
         low = b.icmp_signed(">=", granule, b.ashr(self.place["first"], number(2)))
@@ -178,6 +186,8 @@ class _GranuleAccess(MemoryCode):
                 self._look_at_writer(self._marks_of(granule))
                 self._look_at_reader(self._marks_of(granule))
             with apart:
+                if self.deed == "write begins":
+                    self._refuse(self._compared(divided))
                 read = b.zext(b.and_(divided, ir.Constant(I8, READ)), I64)
                 self._set(self.apart, b.or_(self._value(self.apart), read))
                 with self._bytes_of(granule) as byte:
@@ -253,7 +263,7 @@ class _GranuleAccess(MemoryCode):
             self._fill("in_flight", granule, ir.Constant(I32, 0), count)
             kind = ir.IntType(8 * count)
             place = b.gep(self._pointer("divided"), [granule], source_etype=I8)
-            kept = ir.Constant(kind, int.from_bytes(bytes([READ]) * count, "little"))
+            kept = ir.Constant(kind, int.from_bytes(bytes([LASTING]) * count, "little"))
             b.store(b.and_(b.load(place, typ=kind, align=1), kept), place, align=1)
             self._fill("writer", granule, self.mark, count)
             self._fill("writer_line", granule, self.line, count)

@@ -80,13 +80,15 @@ class LaunchChain:
             if shadow is None or shadow.end != buffer.end:
                 continue
             granules = shadow.granules(addresses, size)
-            for marks in (shadow.writer, shadow.reader) if writes else (shadow.writer,):
+            for marks in (shadow.writer, shadow.reader, shadow.comparer) if writes else (shadow.writer,):
+                if marks is None:
+                    continue
                 found = marks[granules] != 0
                 if not count_nonzero(found):
                     continue
                 wrote = marks is shadow.writer
                 at = int(granules[found][0])
-                line = int((shadow.line if wrote else shadow.read_line)[at])
+                line = int(shadow.lines(marks)[at])
                 did = f"{'wrote' if wrote else 'read'} it{at_line(line)}"
                 offset = shadow.offset_in(buffer, at)
                 report(Fault("dependent-launch-not-awaited", f"byte {offset} of `{buffer.name}` is "

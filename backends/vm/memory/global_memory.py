@@ -262,10 +262,14 @@ class GlobalMemory:
                     fault.lane = lane
                     raise
             return changed
+        self.check_writable(buffer, addresses)
+        return buffer.write(offsets, values)
+
+    def check_writable(self, buffer: Buffer, addresses: Addresses) -> None:
+        """Raise Fault if the kernel must not write `buffer`, where `addresses` lie."""
         if not buffer.writable:
             raise Fault("read-only", f"store to `{buffer.name}`, which is an input of the kernel"
                         f"{self.spot(int(addresses[0]))}", lane=0)  # fmt: skip
-        return buffer.write(offsets, values)
 
     def locate(self, addresses: Addresses, size: int, access: str) -> tuple[Buffer | None, Addresses]:
         """The buffer that holds `size` bytes at every address, and the offsets in it.

@@ -4,7 +4,8 @@ A mark is the serial number of a cluster (bits 63..32) above a stamp of clocks.p
 launch comes after everything before it, but for dependent launches (dependent_launches.py). Granules have 16 bytes
 until a smaller access is seen. Strong accesses (atomics, volatile, relaxed and up) race with weak ones: a strong write
 with a weak read, whichever comes first, and a weak write after it. A strong access after a strong write races with it
-where a scope is too narrow (strong_writes.py). Nothing else is noticed of strong accesses. A bulk copy that reads or
+where a scope is too narrow (strong_writes.py). A compare-and-swap that fails is a strong read; a weak write after it
+races with it. Nothing else is noticed of strong accesses. A bulk copy that reads or
 overwrites generic writes of the same launch needs a proxy fence in between, on either side (PTX ISA 8.6, 9.7.9.25.2),
 and so does a bulk reduction into weak ones. In the other direction, the end of each copy is a proxy fence.
 
@@ -55,7 +56,9 @@ Marks = int | npt.NDArray[np.int64]
 Pieces = tuple[Addresses, int, int]
 """Addresses of the pieces that a copy writes, their size in bytes, and the stamp of the copy."""
 COARSE = 16
-_STATE, _WRITER, _CONSTANT = (GLOBAL_FIELDS.index(name) for name in ("state", "writer", "constant_line"))
+_STATE, _WRITER, _CONSTANT, _COMPARER = (
+    GLOBAL_FIELDS.index(name) for name in ("state", "writer", "constant_line", "comparer")
+)
 
 
 class Accessor(Protocol):
@@ -78,8 +81,9 @@ class Accessor(Protocol):
 class Shadow:
     """Marks of one buffer, which ends at `end`; granule i holds 2 ** shift bytes from base + (i << shift).
 
-    `line` and `lanes` describe the last write, `read_line` the last read, `constant_line` the last load with .nc, and
-    `scopes` the last strong write; both are made on first use.
+    `line` and `lanes` describe the last write, `read_line` the last read, `constant_line` the last load with .nc,
+    `scopes` the last strong write, and `comparer` and `compare_line` the last compare-and-swap that failed; the last
+    four are made on first use.
     """
 
     base: int
@@ -92,6 +96,8 @@ class Shadow:
     lanes: LaneMarks
     constant_line: npt.NDArray[np.int32] | None = None
     scopes: Scopes | None = None
+    comparer: Addresses | None = None
+    compare_line: npt.NDArray[np.int32] | None = None
 
     @classmethod
     def of(cls, buffer: Buffer) -> Shadow:
@@ -112,11 +118,17 @@ class Shadow:
         """The offset in `buffer` at which `granule` begins."""
         return max(self.base + (granule << self.shift) - buffer.base, 0)
 
+    def lines(self, marks: Addresses) -> npt.NDArray[np.int32]:
+        """The PTX lines of the accesses that left `marks`, which are marks of this shadow."""
+        if marks is self.comparer and self.compare_line is not None:
+            return self.compare_line
+        return self.line if marks is self.writer else self.read_line
+
     def one_a_line(
-        self, granules: Addresses, bad: npt.NDArray[np.bool_], *, writes: bool
+        self, granules: Addresses, bad: npt.NDArray[np.bool_], marks: Addresses
     ) -> Iterator[tuple[int, int, int]]:
-        """For each PTX line of the last writes or the last reads, its first bad access: access, granule and line."""
-        lines, where, at = self.line if writes else self.read_line, np.argwhere(bad), granules[bad]
+        """For each PTX line of the accesses that left `marks`, its first bad access: access, granule and line."""
+        lines, where, at = self.lines(marks), np.argwhere(bad), granules[bad]
         _, firsts = np.unique(lines[at], return_index=True)
         for first in sorted(firsts.tolist()):
             yield int(where[first][0]), int(at[first]), int(lines[at[first]])
@@ -136,6 +148,9 @@ class Shadow:
                 self.constant_line = np.repeat(self.constant_line, times)
             if self.scopes is not None:
                 self.scopes = np.repeat(self.scopes, times)
+            if self.comparer is not None and self.compare_line is not None:
+                self.comparer = np.repeat(self.comparer, times)
+                self.compare_line = np.repeat(self.compare_line, times)
             self.shift = exact
 
     def note_scope(self, granules: Addresses, strong: Strong | None) -> None:
@@ -153,6 +168,13 @@ class Shadow:
             places_change()
             self.constant_line = np.zeros(self.writer.size, np.int32)
         self.constant_line[granules] = line
+
+    def note_comparison(self, granules: Addresses, mark: int, line: int) -> None:
+        """Record a compare-and-swap at PTX `line` that failed."""
+        if self.comparer is None or self.compare_line is None:
+            places_change()
+            self.comparer, self.compare_line = np.zeros(self.writer.size, np.int64), np.zeros_like(self.line)
+        self.comparer[granules], self.compare_line[granules] = mark, line
 
     def granules(self, addresses: Addresses, size: int) -> Addresses:
         """Granules [n, granules] of accesses of `size` bytes at addresses [n]. Splits granules if needed."""
@@ -284,6 +306,16 @@ class GlobalRaces:
             granules = shadow.granules(addresses, size)
             self._check_scopes(GlobalAccesses("is read", buffer, shadow, granules, warp, None, True), strong)
 
+    def compare(
+        self, buffer: Buffer, addresses: Addresses, size: int, warp: Accessor, stamp: int, strong: Strong
+    ) -> None:
+        """As `read_strongly`, for a compare-and-swap that fails; marks it, because a weak write after it races too."""
+        if self.chain.before:
+            self.chain.check(buffer, addresses, size, warp.clock, writes=False, by_lane=True)
+        self.read_strongly(buffer, addresses, size, warp, strong)
+        shadow = self._shadow(buffer)
+        shadow.note_comparison(shadow.granules(addresses, size), warp.agents.mark | stamp, warp.agents.line())
+
     def write(
         self,
         buffer: Buffer,
@@ -315,11 +347,13 @@ class GlobalRaces:
             self._check_fenced(accesses, "reduces into", weak=True)
         if strong:
             self._check_scopes(accesses, strong)
-            self._check(accesses, shadow.reader, reads_only=strong.atomic)
+            self._check(accesses, shadow.reader)
         else:
             self._check(accesses, shadow.writer)
             self._check_released(accesses)
             self._check(accesses, shadow.reader)
+            if shadow.comparer is not None:
+                self._check(accesses, shadow.comparer)
             for marks in (shadow.writer, shadow.reader):
                 self._check_acquired(accesses, marks)
             if not by_lane and self.stored:
@@ -368,20 +402,23 @@ class GlobalRaces:
         shadow = self._shadow(buffer) if buffer.writable else None
         if shadow is not None:
             shadow.split_for(size)
-        known, writer, constant = buffer.place, None, None
+        known, writer, constant, comparer = buffer.place, None, None, None
         if shadow is not None:
-            writer, constant = shadow.writer, shadow.constant_line
+            writer, constant, comparer = shadow.writer, shadow.constant_line, shadow.comparer
         if (
             known is None
             or known.fields[_STATE] is not buffer.state
             or known.fields[_WRITER] is not writer
             or known.fields[_CONSTANT] is not constant
+            or known.fields[_COMPARER] is not comparer
         ):
             marks = (0, 0, *[None] * 7)
             if shadow is not None:
                 marks = (shadow.base, shadow.shift, writer, shadow.reader, shadow.line, shadow.read_line, constant,
                          shadow.lanes.lane, shadow.lanes.met)  # fmt: skip
-            known = buffer.place = MemoryWords(buffer.data.size, buffer.data, buffer.state, *marks, self._partial)
+            known = buffer.place = MemoryWords(
+                buffer.data.size, buffer.data, buffer.state, *marks, comparer, self._partial
+            )
             self._places.append(known)
         return known
 
@@ -440,12 +477,8 @@ class GlobalRaces:
             found = self._shadows[buffer.base] = Shadow.of(buffer)
         return found
 
-    def _check(self, accesses: GlobalAccesses, marks: Addresses, *, reads_only: bool = False) -> None:
-        """Report the accesses of `marks` that nothing orders before.
-
-        `reads_only`: accesses that would write what is there already only read: atomics that change nothing, such as a
-        compare-and-swap that fails, are no writes (PTX ISA 8.4).
-        """
+    def _check(self, accesses: GlobalAccesses, marks: Addresses) -> None:
+        """Report the accesses of `marks` that nothing orders before."""
         shadow, buffer, warp, found = accesses.shadow, accesses.buffer, accesses.warp, marks[accesses.granules]
         if not count_nonzero(found):
             return
@@ -455,9 +488,7 @@ class GlobalRaces:
         wrote = marks is shadow.writer
         if wrote and (same := accesses.written_before()) is not None:
             late &= ~(same & (agent_of(found & STAMP_MASK) < warp.agents.first_engine))
-        elif reads_only and (same := accesses.written_before()) is not None:
-            late &= ~same
-        for access, at, line in shadow.one_a_line(accesses.granules, late, writes=wrote):
+        for access, at, line in shadow.one_a_line(accesses.granules, late, marks):
             offset, who = shadow.offset_in(buffer, at), self.name(int(marks[at]), warp)
             did = "wrote" if wrote else "read"
             report(Fault("global-race", f"byte {offset} of `{buffer.name}` {accesses.action}, but nothing orders that "
@@ -481,7 +512,7 @@ class GlobalRaces:
         narrow &= _late(found, warp)
         if not strong.atomic and (same := accesses.written_before()) is not None:
             narrow &= ~same
-        for access, at, line in shadow.one_a_line(granules, narrow, writes=True):
+        for access, at, line in shadow.one_a_line(granules, narrow, shadow.writer):
             place, mark = f"byte {shadow.offset_in(accesses.buffer, at)} of `{accesses.buffer.name}`", shadow.writer[at]
             short = 0 if shadow.scopes is None else int(shadow.scopes[at])
             far = int(distance[granules == at][0])
@@ -498,7 +529,7 @@ class GlobalRaces:
             return
         marks = shadow.writer[accesses.granules]
         foreign &= (marks >> CLUSTER_SHIFT == warp.agents.serial) & (agent_of(marks & STAMP_MASK) == warp.agent)
-        for access, at, line in shadow.one_a_line(accesses.granules, foreign, writes=True):
+        for access, at, line in shadow.one_a_line(accesses.granules, foreign, shadow.writer):
             who = f"lane {shadow.lanes.lane[at]} of the same warp"
             accesses.report_lanes(access, at, f"by lane {lanes[access]} after {who} wrote it at PTX line {line}, and "
                                  "the lanes have not met in between: bar.warp.sync is missing",
@@ -520,7 +551,7 @@ class GlobalRaces:
             seen = seen_of(known, serial, agent)
             lane, met = int(shadow.lanes.lane[at]), int(shadow.lanes.met[at])
             loose[place] = epoch <= seen and self.releases[serial].leave_out(agent, lane, met, epoch, seen)
-        for access, at, line in shadow.one_a_line(granules, loose, writes=True):
+        for access, at, line in shadow.one_a_line(granules, loose, shadow.writer):
             mark, lane = int(shadow.writer[at]), int(shadow.lanes.lane[at])
             serial, agent, _ = parts_of(mark)
             who = f"lane {lane} of {self.name(mark, warp)}"
@@ -536,7 +567,7 @@ class GlobalRaces:
         own = (warp.agents.serial, warp.agent)
         unknown = warp.acquires.unknown(marks[accesses.granules], lanes, warp.known(), own)
         wrote = marks is shadow.writer
-        for access, at, line in shadow.one_a_line(accesses.granules, unknown, writes=wrote):
+        for access, at, line in shadow.one_a_line(accesses.granules, unknown, marks):
             who, did = self.name(int(marks[at]), warp), "wrote" if wrote else "read"
             accesses.report_lanes(access, at, f"by lane {lanes[access]} after {who} {did} it at PTX line {line}; what "
                                  "orders that is an acquire by other lanes, which the lane has not met since: "
@@ -551,7 +582,7 @@ class GlobalRaces:
             late &= shadow.lanes.met[accesses.granules] > 0
         if not count_nonzero(late):
             return
-        for _, at, line in shadow.one_a_line(accesses.granules, late, writes=True):
+        for _, at, line in shadow.one_a_line(accesses.granules, late, shadow.writer):
             offset, who = shadow.offset_in(buffer, at), self.name(int(shadow.writer[at]), warp)
             report(Fault("missing-proxy-fence", f"a bulk copy {does} byte {offset} of `{buffer.name}`, which {who} "
                          f"wrote at PTX line {line} through the generic proxy with no fence.proxy.async of global "

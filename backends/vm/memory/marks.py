@@ -21,8 +21,11 @@ Cells = npt.NDArray[np.int64]
 
 GRANULE = 4
 """Bytes of a granule."""
-WRITTEN, READ = 1, 2
-"""Bits of a divided granule: its marks of writers, and of readers, are those of its bytes."""
+WRITTEN, READ, COMPARED = 1, 2, 4
+"""Bits of a divided granule: its marks of writers, and of readers, are those of its bytes. The third: a
+compare-and-swap has failed on some of its bytes, and only NumPy knows of which to check later writes."""
+LASTING = READ | COMPARED
+"""The bits that stay when the whole granule is written."""
 EVERY_BYTE = (1 << GRANULE) - 1
 """All bytes of a granule as bits."""
 

@@ -31,7 +31,18 @@ from backends.vm.memory.compiled_access import BANKS
 from backends.vm.memory.compiled_granules import Deed
 from backends.vm.memory.definedness import Mask, Missing, Origin, Sources
 from backends.vm.memory.lane_acquires import LaneAcquires
-from backends.vm.memory.marks import EVERY_BYTE, GRANULE, READ, WRITTEN, Cells, Divided, Marks, bytes_of
+from backends.vm.memory.marks import (
+    COMPARED,
+    EVERY_BYTE,
+    GRANULE,
+    LASTING,
+    READ,
+    WRITTEN,
+    Cells,
+    Divided,
+    Marks,
+    bytes_of,
+)
 from backends.vm.memory.pieces import read_pieces
 from backends.vm.memory.strong_writes import Scopes, Strong, left_out, report_narrow
 
@@ -74,7 +85,8 @@ class SharedMemory:
     `unfenced_overwrites` counts bulk copies over what threads have read with no proxy fence in between. `allocs`: PTX
     lines of tcgen05.alloc, whose result word counts as such a read when a copy overwrites it. `copied`: PTX lines of
     cp.async whose threads have waited for them. `scopes`: of the last strong writes, by byte; None until one leaves
-    other CTAs of the cluster out. `first`: the first byte that the kernel may access; 0 for one that is `of_system`,
+    other CTAs of the cluster out. `comparisons`: the last compare-and-swap that failed, by
+    byte; None until one does. `first`: the first byte that the kernel may access; 0 for one that is `of_system`,
     whose reserved bytes have some value. `place`: this memory for compiled code; None when an observer wants every
     access.
     """
@@ -104,6 +116,7 @@ class SharedMemory:
         self.allocs: set[int] = set()
         self.copied: set[int] = set()
         self.scopes: Scopes | None = None
+        self.comparisons: Marks | None = None
         self.place: MemoryWords | None = MemoryWords(
             self.first, self.size, self.data, self.defined, self.in_flight, self.divided, self.many_readers,
             agents.releases.partial, agents.reads.partial, agents.reads.last, self._reader_words, self.divided.size,
@@ -269,6 +282,7 @@ class SharedMemory:
         if not self._check_idle(granules, "overwritten"):
             if strong is None:
                 self._check_overwritten(granules, clock, before, values, index)
+                self._check_comparers(granules, clock, index)
             elif self.agents.size > 1 and (strong.short or self.scopes is not None):
                 same = (before == values).all(1)[:, None] & (not strong.atomic)
                 self._check_scopes(granules, clock, strong, stamp, index, same)
@@ -280,11 +294,35 @@ class SharedMemory:
             self._have_bytes()
             self.writes.divide(granules).note(index, stamp, line)
         else:
-            self.divided[granules] &= READ
+            self.divided[granules] &= LASTING
             self.writes.granules.note(granules, stamp, line)
         if strong and (strong.short or self.scopes is not None):
             self._note_scope(index, strong)
         return changed
+
+    def note_comparison(self, offsets: Addresses, size: int, clock: Clock, stamp: int, strong: Strong) -> None:
+        """Check and mark a compare-and-swap of `size` bytes at each of `offsets` that has loaded and failed.
+
+        It is a `strong` read (PTX ISA 8.4), so of all that comes later it races only with weak writes.
+        """
+        index = offsets[:, None] + np.arange(size)
+        granules = _granules(index)
+        if self.agents.size > 1 and (strong.short or self.scopes is not None):
+            self._check_scopes(granules, clock, strong, stamp, index)
+        if self.comparisons is None:
+            self._have_bytes()  # Machine code looks at marks of bytes where any bit of `divided` is set.
+            self.comparisons = Marks.of(self.data.size, 1)
+        self.comparisons.note(index, stamp, self.agents.line())
+        self.divided[granules] |= COMPARED
+
+    def _check_comparers(self, granules: Granules, clock: Clock, index: Cells | None = None) -> None:
+        """Check that failed compare-and-swaps on `granules`, or on their bytes `index`, precede a weak overwrite."""
+        if self.comparisons is None:
+            return
+        cells = bytes_of(granules) if index is None else index
+        late = unordered(self.comparisons.stamp[cells], clock.seen)
+        if late is not None:
+            self._race(self.comparisons, cells, late, "overwritten", "read")
 
     def _note_scope(self, index: Addresses, strong: Strong) -> None:
         """Record the scope of a strong write, if another CTA could be left out."""
@@ -573,6 +611,7 @@ class SharedMemory:
         clash = self._check_idle(granules, "overwritten")
         if not clash:
             self._check_writers(granules, clock, "overwritten")
+            self._check_comparers(granules, clock)
         if not (generic or clash):
             self._check_fenced(granules, clock, f"{what} overwrites", self.allocs)
         self._check_readers(granules, clock)
@@ -609,7 +648,7 @@ class SharedMemory:
         if self._quickly("write ends", granules, None, stamp, line) != NO:
             return
         self.in_flight[granules] = 0
-        self.divided[granules] &= READ
+        self.divided[granules] &= LASTING
         self.defined.reshape(-1, 4)[granules] = True
         self.writes.granules.note(granules, stamp, line)
 

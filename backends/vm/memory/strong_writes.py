@@ -22,18 +22,28 @@ STRONG: Final = frozenset({"relaxed", "acquire", "release", "volatile"})
 """Words that make a load or a store strong (PTX ISA 8.4)."""
 _SHORT: Final = {"cta": 2, "cluster": 1}
 _NAMES: Final = {2: "scope .cta", 1: "scope .cluster", 0: "a wider scope"}
-_KINDS: Final = {"store": ("a store", "sys"), "load": ("a load", "sys"), "atomic": ("an atomic", "gpu")}
+_KINDS: Final = {"store": ("a store", "sys"), "load": ("a load", "sys"), "atomic": ("an atomic", "gpu"),
+                 "comparison": ("a failed compare-and-swap", "gpu")}  # fmt: skip
 """By kind: its name in reports, and the scope that it has if none is named."""
+_DANGERS: Final = {
+    "load": ("read", "the load may not see it"),
+    "comparison": ("read", "an older value may be compared"),
+}
 _NEEDED: Final = {1: ".cluster", 2: ".gpu"}
 """By distance of the threads: the least scope that includes both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strong:
-    """A strong access of `scope`; with none named it is volatile or an atomic, which reach the device."""
+    """A strong access of `scope`; with none named it is volatile or an atomic, which reach the device.
+
+    A compare-and-swap that finds another value is a `comparison`. Atomics are writes only "if they result in a write"
+    (PTX ISA 8.4, table of operation types). All others do, also where the value stays the same, as in `add` of 0: they
+    store their result, "overwriting the original value" (9.7.13.5, 9.7.13.6).
+    """
 
     scope: str = ""
-    kind: Literal["store", "load", "atomic"] = "store"
+    kind: Literal["store", "load", "atomic", "comparison"] = "store"
 
     @property
     def atomic(self) -> bool:
@@ -68,7 +78,7 @@ def report_narrow(
     place: str, mine: Strong, theirs: int, distance: int, other: OtherAccess, *, lane: int | None, address: int | None
 ) -> None:
     """Report that `mine` and a strong write by `other`, which falls short by `theirs`, leave a thread out."""
-    did, danger = ("read", "the load may not see it") if mine.kind == "load" else ("written", "an update may be lost")
+    did, danger = _DANGERS.get(mine.kind, ("written", "an update may be lost"))
     report(Fault("scope-too-narrow", f"{place} is {did} by {mine.name}, but nothing orders that after {other.who} "
                  f"wrote it by a strong access of {_NAMES[theirs]}{at_line(other.line)}: the scope of each must "
                  f"include the other's thread, {_NEEDED[distance]} or wider, or {danger}",

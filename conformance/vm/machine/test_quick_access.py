@@ -249,6 +249,59 @@ def test_machine_code_where_a_lane_knows_less_than_its_warp_is_found_out(monkeyp
         _compared(_told, "one lane is told")
 
 
+def _swapped(space: str, told: str) -> Kernel:
+    """Eight times, a warp stores; before the last time, a swap by another warp has failed there. `told`: how it says
+    so, in a flag that is polled."""
+    release, acquire = ("release", "acquire") if told == "ordered" else ("relaxed", "relaxed")
+    place = "%x" if space == "global" else "s"
+    body = f""".shared .align 4 .b8 s[128]; mov.u32 %r0, s; mad.lo.u32 %r0, %lane, 4, %r0; mul.wide.u32 %rd1, %lane, 4;
+    add.u64 %rd1, %rd1, %x; setp.ne.u32 %p0, %lane, 0; setp.ne.u32 %p2, %warp, 0; mov.u32 %r1, 0;
+    LOOP: setp.eq.u32 %p1, %r1, 7; @%p2 bra STORER; @!%p1 bra NEXT; @%p0 bra NEXT;
+    atom.{space}.cas.b32 %r3, [{place} + 12], 99, 0; st.{release}.gpu.global.u32 [%flag], 1; bra NEXT;
+    STORER: @!%p1 bra STORE;
+    POLL: ld.{acquire}.gpu.global.u32 %r2, [%flag]; setp.eq.u32 %p3, %r2, 0; @%p3 bra POLL;
+    STORE: st.{space}.u32 [{"%rd1" if space == "global" else "%r0"}], %r1;
+    NEXT: bar.warp.sync -1; bar.sync 0; add.u32 %r1, %r1, 1; setp.lt.u32 %p3, %r1, 8; @%p3 bra LOOP; ret;"""
+    return Kernel(body, {"x": np.zeros(32, np.uint32), "flag": np.zeros(1, np.uint32)}, block=(64, 1, 1))
+
+
+@pytest.mark.parametrize("often", [1, 1000], ids=["in runs", "alone"])
+@pytest.mark.parametrize(
+    ("space", "where", "name", "broken"),
+    [
+        ("global", compiled_access._Access, "_look_at_comparer", _nothing),  # pyright: ignore[reportPrivateUsage]
+        ("shared", compiled_access._Access, "_compared", _never),  # pyright: ignore[reportPrivateUsage]
+    ],
+)
+def test_machine_code_knows_where_a_swap_has_failed(
+    monkeypatch: pytest.MonkeyPatch, space: str, where: object, name: str, broken: object, often: int
+) -> None:
+    monkeypatch.setattr(quick_access, "WORTH", 0)
+    monkeypatch.setattr(code, "OFTEN", often)
+    load.cache_clear()
+    told = _outcome(_swapped(space, "relaxed"))[2]
+    assert "is overwritten, but nothing orders that after" in str(told), told
+    assert not _outcome(_swapped(space, "ordered"))[2]
+    monkeypatch.setattr(where, name, broken)
+    codes = quick_access._codes  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(quick_access, "_codes", cache(codes.__wrapped__))
+    compiled_access.performer.cache_clear()
+    load.cache_clear()
+    try:
+        assert not _outcome(_swapped(space, "relaxed"))[2], "who does not look finds nothing, so the test would notice"
+    finally:
+        compiled_access.performer.cache_clear()
+        load.cache_clear()
+
+
+def test_runs_that_keep_a_place_without_swaps_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick_access, "WORTH", 0)
+    monkeypatch.setattr(code, "OFTEN", 1)
+    monkeypatch.setattr(global_races, "places_change", _nothing)
+    load.cache_clear()
+    assert not _outcome(_swapped("global", "relaxed"))[2], "the run has a place of before the swap"
+
+
 def _told_in_shared(last: str) -> Kernel:
     """Eight times, one lane waits for what another warp has stored, and all lanes read it; `last`: where the lanes go
     ahead of the last read."""

@@ -96,9 +96,13 @@ def history(seed: int, events: int, *, partial: bool = False) -> list[Event]:
 
 @dataclass
 class Run:
-    """A history on a SharedMemory. `told` holds the findings of each event, `loaded` the bytes of each load."""
+    """A history on a SharedMemory. `told` holds the findings of each event, `loaded` the bytes of each load.
+
+    `compares`: strong loads are compare-and-swaps that fail.
+    """
 
     quick: bool
+    compares: bool = False
     memory: SharedMemory = field(init=False)
     agents: Agents = field(init=False)
     line: int = 0
@@ -190,6 +194,8 @@ class Run:
             offsets, size, clock, mark, strong=Strong(kind="load") if strong else None, lanes=lanes, meetings=met
         )
         self.loaded.append(values.tobytes())
+        if strong and self.compares:
+            memory.note_comparison(offsets, size, clock, mark, Strong(kind="comparison"))
 
     def _by_machine_code(self, event: Access, mark: int, met: int) -> int:
         size, held = event.size, max(event.size, 2)

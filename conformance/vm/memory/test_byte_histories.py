@@ -221,11 +221,11 @@ def _twins(seed: int) -> list[int]:
     events = history(seed, 80, partial=seed % 2 == 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled_granules, "wanted", lambda deed: None)
-        plain = Run(quick=False)
+        plain = Run(quick=False, compares=True)
         plain.play(events)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled_granules, "wanted", compiled_granules.performer)
-        quick = Run(quick=True)
+        quick = Run(quick=True, compares=True)
         quick.play(events)
     for number, (mine, other) in enumerate(zip(plain.told, quick.told, strict=True)):
         told = [[f"{one} {one.lane} {one.address}" for one in each] for each in (mine, other)]
@@ -266,6 +266,7 @@ def _of_granules(self: compiled_granules._GranuleAccess, name: str, first: objec
         (MemoryCode, "_note_bytes_read", _ignored),
         (MemoryCode, "_keep_reader", _ignored),
         (MemoryCode, "_given_back_alone", _never),
+        (MemoryCode, "_compared", _never),
         (compiled_access._Access, "_mark_divided", _ignored),  # pyright: ignore[reportPrivateUsage]
         (compiled_access._Access, "_loose", _never),  # pyright: ignore[reportPrivateUsage]
         (compiled_granules._GranuleAccess, "_all_known", _of_granules),  # pyright: ignore[reportPrivateUsage]

@@ -15,6 +15,7 @@ from backends.vm.memory.clocks import Agents, Clock, stamp
 from backends.vm.memory.compiled_granules import Perform
 from backends.vm.memory.marks import GRANULE
 from backends.vm.memory.shared import RESERVED, SharedMemory
+from backends.vm.memory.strong_writes import Strong
 
 _DEEDS = 60
 _PROGRAMS = range(60)
@@ -163,5 +164,35 @@ def test_machine_code_that_does_not_look_is_found_out(
     try:
         with pytest.raises(AssertionError, match="with machine code"):
             list(map(_both, _PROGRAMS))
+    finally:
+        compiled_granules.performer.cache_clear()
+
+
+def _told_of_a_copy(compared: int, *, known: bool) -> list[str]:
+    """The rules that machine code breaks where a copy overwrites 16 bytes, of which granule `compared` was compared."""
+    memory = SharedMemory(agents := Agents(1, 1, 2, line=lambda: 7), 0, _BYTES)
+    swaps, copies = (Clock.zero(agents.count) for _ in range(2))
+    swaps.seen[0] = 1
+    if known:
+        copies.join(swaps)
+    copies.fence_proxy()
+    at = np.array([RESERVED + GRANULE * compared], np.int64)
+    memory.note_comparison(at, GRANULE, swaps, stamp(0, 1), Strong(kind="comparison"))
+    told = list[str]()
+    with collecting(lambda fault: told.append(fault.rule)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_granules, "wanted", compiled_granules.performer)
+        memory.async_write_begins(RESERVED // GRANULE + np.arange(4), copies, 9, "a copy")
+    return told
+
+
+@pytest.mark.parametrize("compared", range(4))
+def test_machine_code_knows_where_a_swap_has_failed(monkeypatch: pytest.MonkeyPatch, compared: int) -> None:
+    assert _told_of_a_copy(compared, known=False) == ["race"]
+    assert _told_of_a_copy(compared, known=True) == []
+    code = compiled_granules._GranuleAccess  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(code, "_none_compared", lambda *_: ir.Constant(ir.IntType(1), 1))
+    compiled_granules.performer.cache_clear()
+    try:
+        assert not _told_of_a_copy(compared, known=False), "who does not look finds nothing, so the test would notice"
     finally:
         compiled_granules.performer.cache_clear()
