@@ -78,8 +78,9 @@ class KernelFinding:
     `detail`: what happened, with the values of the first occurrence. `kernel`: mangled if it is C++. `source`:
     innermost first, () if nothing is known about PTX `line`. `where`: CTA and warp, or the copy. `section`: of the PTX
     ISA. `reliance`: who relies on more than the ISA promises. `ends`: the launch could not continue. `origin`: the file
-    of the PTX or CUDA C++, if any. `module`: module_of its PTX. `spot`: the variable and byte at `address`. `page`: the file that explains the rule.
-    `schedules`: those under which it was found. `leads_to`: rules of which violations may follow from this one.
+    of the PTX or CUDA C++, if any. `module`: module_of its PTX. `spot`: the variable and byte at `address`. `page`: the
+    file that explains the rule. `schedules`: those under which it was found. `leads_to`: rules of which violations may
+    follow from this one.
     """
 
     rule: str
