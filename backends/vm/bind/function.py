@@ -26,7 +26,7 @@ from backends.vm.bind.flow import (
 )
 from backends.vm.bind.forms import Form, bind_in_ring, find, in_order
 from backends.vm.bind.lanes import RunFinder
-from backends.vm.bind.operand_types import mistyped
+from backends.vm.bind.operand_types import in_another_space, mistyped
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, UnknownInstructionError, counted
 from backends.vm.machine.code import (
@@ -275,7 +275,7 @@ def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Ve
         binder.uses.append(key)
     step = _in_ring(form, binder) if ring else form.bind(binder)
     refusal = missing(instruction, target, version)
-    refusal = refusal or mistyped(instruction, rows.types)
+    refusal = refusal or mistyped(instruction, rows.types) or in_another_space(instruction, rows.symbols)
     if refusal is not None:
         raise binder.error(refusal)
     addresses = frozenset(binder.addresses) if binder.addresses else _NO_ADDRESSES
