@@ -194,7 +194,9 @@ def test_a_cluster_that_the_kernel_declares_needs_opting_in_too(opted_in: bool) 
     opt_in = ("%a = call i32 @opt_in(i32 14, i32 1)",) if opted_in else ()
     lines = "%l = call i32 @launch(ptr %buffer, i32 40, i32 16, ptr %stream, ptr null, i32 0)"
     program = host_program(ir(*opt_in, lines))
-    program = replace(program, ptx=program.ptx.replace(".param .u32 count)", ".param .u32 count) .reqnctapercluster 16"))
+    program = replace(
+        program, ptx=program.ptx.replace(".param .u32 count)", ".param .u32 count) .reqnctapercluster 16")
+    )
     if opted_in:
         call(program, held)
         assert (held["data"] == np.arange(COUNT) + 1).all()
