@@ -15,6 +15,8 @@ from backends.vm.machine.special import Dim3
 
 MOST_ATTRIBUTES: Final = 32
 PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
+INVALID_CLUSTER_SIZE: Final = 912
+"""cudaErrorInvalidClusterSize, which an H200 returns without the opt-in, also if the kernel declares its cluster."""
 CLUSTER, COOPERATIVE, PROGRAMMATIC_SERIALIZATION = 4, 2, 6
 # cudaLaunchAttributeID. All but the cluster size only order or place work. Running launches one after another, and
 # admitting each CTA when the earlier ones wait, satisfies them. A launch that may begin early (programmatic
@@ -119,5 +121,6 @@ def _check_opted_in(runtime: Runtime, record: LaunchRecord, ctas: int) -> None:
     if ctas > LARGEST_CLUSTER or (ctas > PORTABLE_CLUSTER and record.entry not in runtime.large_clusters):
         raise LaunchError(
             f"{record.entry}: clusters of {ctas} CTAs; {PORTABLE_CLUSTER} are possible everywhere, {LARGEST_CLUSTER} "
-            f"after the kernel attribute NonPortableClusterSizeAllowed"
+            f"after the kernel attribute NonPortableClusterSizeAllowed",
+            INVALID_CLUSTER_SIZE,
         )

@@ -201,8 +201,9 @@ def test_a_cluster_that_the_kernel_declares_needs_opting_in_too(opted_in: bool) 
         call(program, held)
         assert (held["data"] == np.arange(COUNT) + 1).all()
     else:
-        with pytest.raises(LaunchError, match="clusters of 16 CTAs; 8 are possible everywhere"):
+        with pytest.raises(LaunchError, match="clusters of 16 CTAs; 8 are possible everywhere") as refused:
             call(program, held)
+        assert refused.value.cuda_error == 912, "cudaErrorInvalidClusterSize, as on an H200"
 
 
 def test_opting_in_makes_the_launch_legal() -> None:
