@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path, PurePath
-from typing import Any, Literal, cast, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 from megamoe.contract.counted import counted
 from megamoe.contract.known_names import nearest, nearest_of
 from megamoe.contract.machine import AccessLike, FaultLike, Grade, SourceLike
+from megamoe.given.entry_names import is_named, short_source_name, source_name, with_source_names
 
 Profile = Literal["strict", "default", "lenient"]
 PROFILES: Mapping[Profile, frozenset[Grade]] = {
@@ -43,7 +43,7 @@ class SourceLine:
     function: str = ""
 
     def __str__(self) -> str:
-        name = f" in {self.function}" if self.function else ""
+        name = f" in {short_source_name(self.function)}" if self.function else ""
         return f"{self.file}:{self.line}{f':{self.column}' if self.column else ''}{name}"
 
     @classmethod
@@ -68,18 +68,19 @@ class CollidingAccess:
 
     def __str__(self) -> str:
         place = f" at {self.source[0]}" if self.source else ""
-        return f"{self.who} {self.did} it{place}{f', PTX line {self.line}' if self.line else ''}"
+        return f"{with_source_names(self.who)} {self.did} it{place}{f', PTX line {self.line}' if self.line else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFinding:
     """A rule that a kernel broke at one site: where, what it collides with, which ordering is missing, how to mend it.
 
-    `detail`: what happened, with the values of the first occurrence. `source`: innermost first, () if nothing is known
-    about PTX `line`. `where`: CTA and warp, or the copy. `section`: of the PTX ISA. `reliance`: who relies on more than
-    the ISA promises. `ends`: the launch could not continue. `origin`: the file of the PTX or CUDA C++, if any.
-    `module`: module_of its PTX. `spot`: the variable and byte at `address`. `page`: the file that explains the rule.
-    `schedules`: those under which it was found.
+    `detail`: what happened, with the values of the first occurrence. `kernel`: mangled if it is C++. `source`:
+    innermost first, () if nothing is known about PTX `line`. `where`: CTA and warp, or the copy. `section`: of the PTX
+    ISA. `reliance`: who relies on more than the ISA promises. `ends`: the launch could not continue. `origin`: the file
+    of the PTX or CUDA C++, if any. `module`: module_of its PTX. `spot`: the variable and byte at `address`. `page`: the
+    file that explains the rule. `schedules`: those under which it was found. `leads_to`: rules of which violations may
+    follow from this one.
     """
 
     rule: str
@@ -105,6 +106,7 @@ class KernelFinding:
     spot: str = ""
     page: str = ""
     schedules: tuple[str, ...] = ()
+    leads_to: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, fault: FaultLike, origin: str = "", module: str = "", schedule: str = "") -> KernelFinding:
@@ -134,6 +136,7 @@ class KernelFinding:
             fault.spot,
             about.page,
             (schedule,) if schedule else (),
+            tuple(about.leads_to),
         )
 
     @property
@@ -151,6 +154,11 @@ class KernelFinding:
     def _home(self, source: tuple[SourceLine, ...]) -> object:
         # Many sources share a relative name, such as the one for CUDA C++ given as text.
         return source if source and PurePath(source[0].file).is_absolute() else self.module
+
+    @property
+    def kernel_name(self) -> str:
+        """The kernel as its source calls it, with its template arguments."""
+        return source_name(self.kernel)
 
     @property
     def place(self) -> SourceLine:
@@ -171,14 +179,16 @@ class KernelFinding:
         lane = f", lane {self.lane}" if self.lane is not None else ""
         address = f", address {self.address:#x}" if self.address is not None else ""
         where = f", {self.where}" if self.where else ""
-        return f"[{self.rule}] kernel {self.kernel}{line}{where}{lane}{address}: {self.detail}"
+        return f"[{self.rule}] kernel {self.kernel_name}{line}{where}{lane}{address}: {with_source_names(self.detail)}"
 
     def __str__(self) -> str:
         said = [f"{self.grade} {self.sentence}"]
         said += [f"  called from: {one}" for one in self.source[1:]]
         if self.spot and self.address is not None:
-            said.append(f"  address: {self.address:#x} of the CTA's shared memory is {self.spot}")
-        said += [f"  other access: {self.other}"] if self.other is not None else []
+            said.append(f"  address: {self.address:#x} of the CTA's shared memory is {with_source_names(self.spot)}")
+        if self.other is not None:
+            said.append(f"  other access: {self.other}")
+            said += [f"    called from: {one}" for one in self.other.source[1:]]
         said += [f"  missing: {self.missing}"] if self.missing else []
         said += [f"  mend: {self.mend}"] if self.mend else []
         said += [f"  relied upon: {self.reliance}"] if self.reliance else []
@@ -194,7 +204,8 @@ class KernelFinding:
         """Rebuilds a finding from the result of dataclasses.asdict; unknown keys are ignored."""
         values = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
         values["source"] = tuple(SourceLine(**one) for one in values["source"])
-        values["schedules"] = tuple(values.get("schedules", ()))
+        for name in ("schedules", "leads_to"):
+            values[name] = tuple(values.get(name, ()))
         if (other := values.get("other")) is not None:
             source = tuple(SourceLine(**one) for one in other["source"])
             values["other"] = CollidingAccess(**{**other, "source": source})
@@ -206,7 +217,7 @@ class KernelFinding:
 
 @dataclass(frozen=True, slots=True)
 class Suppression:
-    """Reviewed findings of `rule`: at a `place` in the source, of a `kernel` (a glob), or both.
+    """Reviewed findings of `rule`: at a `place` in the source, of a `kernel` (a glob; see `is_named`), or both.
 
     `place`: FILE, FILE:LINE or FILE:FIRST-LAST, where FILE is the end of a path, not a glob. `where`: "suppress.yaml,
     line 3". The place of the finding's own access counts; the place of the other access suppresses nothing.
@@ -223,7 +234,7 @@ class Suppression:
 
         A line of any other file is a source line: PTX lines are numbered on their own.
         """
-        if self.rule != finding.rule or (self.kernel and not fnmatchcase(finding.kernel, self.kernel)):
+        if self.rule != finding.rule or (self.kernel and not is_named(finding.kernel, self.kernel)):
             return False
         if not self.place:
             return True
@@ -305,7 +316,25 @@ def read_suppressions(path: str | Path, rules: Collection[str] | None = None) ->
 # A run
 
 
-_PTX_LINE = re.compile(r"PTX line (\d+)")
+_PTX_LINES = re.compile(r"PTX lines? (\d+)(?: to (\d+))?")
+_CTA = re.compile(r"CTA (\([\d, ]+\))")
+_GRADES: Final = get_args(Grade)
+
+
+def by_grade(found: Iterable[KernelFinding]) -> list[KernelFinding]:
+    """Errors first, since what is less may follow from them; in order of occurrence within a grade."""
+    return sorted(found, key=lambda one: _GRADES.index(one.grade))
+
+
+def _lines_of(finding: KernelFinding) -> set[int]:
+    """The PTX lines of which a finding speaks."""
+    spoken = _PTX_LINES.findall(finding.detail)
+    return {finding.line} | {line for first, last in spoken for line in range(int(first), int(last or first) + 1)}
+
+
+def _ctas_of(finding: KernelFinding) -> set[str]:
+    """The CTAs of the first occurrence."""
+    return set(_CTA.findall(f"{finding.where} {finding.other.who if finding.other else ''}"))
 
 
 @dataclass(slots=True)
@@ -332,10 +361,10 @@ class Ledger:
     @property
     def findings(self) -> list[KernelFinding]:
         """All findings, in the order of their first occurrence."""
-        return list(self.by_site.values())
+        return by_grade(self.by_site.values())
 
     def take(self, found: Iterable[KernelFinding]) -> list[KernelFinding]:
-        """Adds findings and returns those at new sites."""
+        """Adds findings, in order of occurrence, and returns those at new sites."""
         fresh: list[KernelFinding] = []
         for one in found:
             known = self.by_site.get(one.site)
@@ -352,16 +381,20 @@ class Ledger:
         return fresh
 
     def cause_of(self, finding: KernelFinding) -> KernelFinding | None:
-        """A missing order that `finding` may follow from: it is at a PTX line of which `finding` speaks.
+        """A missing order that `finding` may follow from.
 
-        None for a finding that names a missing order itself.
+        It is at a PTX line of which `finding` speaks, unless this names a missing order itself. Or it was found before,
+        between the same CTAs, and its rule says that the rule of `finding` may follow from it.
         """
-        if finding.missing:
-            return None
-        lines = {finding.line, *map(int, _PTX_LINE.findall(finding.detail))} - {0}
-        for one in self.findings:
-            same = (one.module, one.kernel) == (finding.module, finding.kernel)
-            if same and one.missing and lines & {one.line, one.other.line if one.other else 0}:
+        before = True
+        lines = set[int]() if finding.missing else _lines_of(finding) - {0}
+        for one in self.by_site.values():
+            before = before and one.site != finding.site
+            if not one.missing or (one.module, one.kernel) != (finding.module, finding.kernel):
+                continue
+            if lines & {one.line, one.other.line if one.other else 0}:
+                return one
+            if before and finding.rule in one.leads_to and _ctas_of(finding) <= _ctas_of(one):
                 return one
         return None
 

@@ -35,6 +35,11 @@ class MachineRule:
         """The page about its family, in the repository; the list of all rules if its family has none."""
         return f"docs/rules/{next((page for page, rules in FAMILIES.items() if self.slug in rules), 'README')}.md"
 
+    @property
+    def leads_to(self) -> tuple[str, ...]:
+        """The rules of which violations may follow from this one's, at any line of the kernel."""
+        return LEADS_TO.get(self.slug, ())
+
 
 def _error(slug: str, section: str, wrong: str, mend: str, missing: str = "") -> MachineRule:
     return MachineRule(slug, "error", section, wrong, mend, missing)
@@ -581,6 +586,14 @@ FAMILIES: Final[Mapping[str, frozenset[str]]] = {
     }.items()
 }
 """The rules of which each page says most."""
+_BEHIND_A_WAIT: Final = ("race", "global-race", "mbarrier-misuse", "deadlock", "runaway")
+LEADS_TO: Final[Mapping[str, tuple[str, ...]]] = {
+    "scope-too-narrow": ("copy-not-awaited", *_BEHIND_A_WAIT),
+    "wait-result-unread": ("copy-not-awaited", *_BEHIND_A_WAIT),
+    "copy-not-awaited": _BEHIND_A_WAIT,
+}
+"""By rule that a thread breaks where it waits for others, or should: the rules that the rest of the kernel may break,
+because the thread has not acquired what the others did and may run ahead of them."""
 AT_SHARED: Final = frozenset(
     {
         "race", "scope-too-narrow", "lanes-unordered", "copy-not-awaited", "missing-proxy-fence",

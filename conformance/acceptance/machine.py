@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from backends.vm.bind.availability import Version, missing
 from backends.vm.bind.binder import Binder
-from backends.vm.bind.constants import impossible
 from backends.vm.bind.forms import find, in_order
-from backends.vm.bind.operand_types import mistyped
+from backends.vm.bind.function import misused
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.machine.code import RegisterRows
 from conformance.acceptance.spellings import REGISTERS, Question
@@ -22,7 +21,7 @@ def why_not_bound(question: Question) -> str | None:
         form, words = find(instruction)
         binder = Binder(instruction, words, rows)
         form.bind(binder)
-        if (reason := mistyped(instruction, rows.types) or impossible(instruction)) is not None:
+        if (reason := misused(instruction, rows)) is not None:
             raise binder.error(reason)
     except UnknownInstructionError as refusal:
         return str(refusal)

@@ -113,3 +113,35 @@ def test_operands_that_ptxas_refuses(target: str, right: str, wrong: str, says: 
     with pytest.raises(UnknownInstructionError, match="PTX line 6") as refusal:
         bind(wrong, target)
     assert says in str(refusal.value)
+
+
+_VARIABLES = (
+    ".global .align 64 .u32 g[32];\n.const .align 64 .u32 c[4];\n.visible .entry k(.param .align 64 .b8 p[128]) {\n"
+)
+_LOCAL = ".shared .align 64 .u64 s[4];\n.local .align 16 .u32 l[4];\n"
+_COPY = "cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes"
+_STORE = "cp.async.bulk.tensor.1d.global.shared::cta.bulk_group"
+IN_ANOTHER_SPACE = [
+    ("ld.global.u32 %r0, [g];", "ld.shared.u32 %r0, [g];", "g", "shared"),
+    ("ld.shared.u32 %r0, [s+4];", "ld.global.u32 %r0, [s+4];", "s", "global"),
+    ("ld.const.u32 %r0, [c];", "ld.global.u32 %r0, [c];", "c", "global"),
+    ("st.local.u32 [l], %r0;", "st.local.u32 [g], %r0;", "g", "local"),
+    ("ld.param.u32 %r0, [p];", "ld.global.u32 %r0, [p];", "p", "global"),
+    ("ld.u32 %r0, [g];", "ld.param.u32 %r0, [g];", "g", "param"),
+    ("atom.shared::cluster.add.u32 %r0, [s], 1;", "atom.shared::cluster.add.u32 %r0, [g], 1;", "g", "shared"),
+    ("cvta.shared.u64 %l0, s;", "cvta.shared.u64 %l0, g;", "g", "shared"),
+    ("mapa.shared::cluster.u64 %l0, s, 0;", "mapa.shared::cluster.u64 %l0, g, 0;", "g", "shared"),
+    ("mbarrier.init.b64 [s], 1;", "mbarrier.init.b64 [g], 1;", "g", "shared"),
+    ("cp.async.ca.shared.global [s], [g], 4;", "cp.async.ca.shared.global [s], [s], 4;", "s", "global"),
+    (f"{_COPY} [s], [g, {{%r0}}], [s];", f"{_COPY} [s], [s, {{%r0}}], [s];", "s", "global"),
+    (f"{_COPY} [s], [g, {{%r0}}], [s];", f"{_COPY} [s], [g, {{%r0}}], [g];", "g", "shared"),
+    (f"{_STORE} [g, {{%r0}}], [s];", f"{_STORE} [g, {{%r0}}], [g];", "g", "shared"),
+]
+
+
+@pytest.mark.parametrize(("taken", "refused", "name", "space"), IN_ANOTHER_SPACE)
+def test_a_variable_in_another_state_space_is_refused(taken: str, refused: str, name: str, space: str) -> None:
+    head = _HEAD.replace("TARGET", "sm_90a").replace(".visible .entry k() {\n", _VARIABLES) + _LOCAL
+    load(f"{head}{taken}\nret;\n}}").entry("k")
+    with pytest.raises(UnknownInstructionError, match=rf"`{name}` is a variable in \.\w+, where .* in \.{space}; name"):
+        load(f"{head}{refused}\nret;\n}}").entry("k")

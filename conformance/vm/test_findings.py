@@ -12,7 +12,7 @@ import pytest
 from backends.vm.faults import Fault, Findings
 from backends.vm.machine.machine import Machine
 from backends.vm.ptx.source_lines import source_of
-from backends.vm.rules import COLLECTED_ONLY, COUNTERS, RULES, as_markdown
+from backends.vm.rules import COLLECTED_ONLY, COUNTERS, LEADS_TO, RULES, as_markdown
 from conformance import ROOT
 from conformance.vm.isa.test_reductions import reduced_into
 from conformance.vm.kernel import (
@@ -592,6 +592,9 @@ def test_the_table_has_every_rule_that_the_machine_names() -> None:
     # `megamoe check` itself compares schedules; everything else is a Fault of the machine.
     unused = [slug for slug in RULES if f'"{slug}"' not in text and slug != "schedule-dependent"]
     assert not unused, f"no Fault names {unused}"
+    assert {*LEADS_TO, *(slug for led_to in LEADS_TO.values() for slug in led_to)} <= set(RULES)
+    unordered = [slug for slug in LEADS_TO if not RULES[slug].missing]
+    assert not unordered, f"{unordered}: only a missing order is a cause"
     assert _slugs_of('raise Fault("no-such-rule", "x")') == ["no-such-rule"], "the search finds a rule"
 
 

@@ -20,6 +20,7 @@ from megamoe.gate.expected import Expectation, read_expected
 from megamoe.judge.run import DEFAULT_TIMEOUT_S
 from megamoe.records.lines import shortened
 from megamoe.records.shards import Nth
+from megamoe.runner.limits import MAX_JOBS
 from megamoe.spec.load import load_specs
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.spec.selection import DEFAULT_EXECUTOR, DEFAULT_PROFILE, Selection, SelectionError
@@ -94,7 +95,6 @@ Schedules = Annotated[
 ]
 JOBS = os.cpu_count() or 1
 Specs = Annotated[Path | None, _names("--specs", "FOLDER", "Folder of the specs.", "specs of the checkout")]
-MAX_JOBS = 1024
 MAX_TIMEOUT_S = 7 * 24 * 3600
 Jobs = Annotated[int, typer.Option("--jobs", parser=bounded(int, 1, MAX_JOBS), metavar="N", help="Worker processes.")]
 TimeLimit = Annotated[

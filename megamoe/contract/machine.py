@@ -30,7 +30,8 @@ class RuleLike(Protocol):
     """A rule of a machine. `wrong` says what goes wrong, `missing` which ordering is absent, `mend` what to do.
 
     `section`: of the PTX ISA, "" for none. `reliance`: who relies on more than the ISA promises. `page`: the file in
-    the repository that explains it, "" for none.
+    the repository that explains it, "" for none. `leads_to`: rules of which violations may follow from this one's,
+    elsewhere in the kernel.
     """
 
     @property
@@ -47,6 +48,8 @@ class RuleLike(Protocol):
     def reliance(self) -> str: ...
     @property
     def page(self) -> str: ...
+    @property
+    def leads_to(self) -> Sequence[str]: ...
 
 
 class SourceLike(Protocol):

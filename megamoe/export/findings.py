@@ -89,7 +89,13 @@ def _plain(checked: CheckedRun) -> dict[str, Any]:
         "megamoe": version("megamoe"),
         "profile": ledger.profile,
         "findings": [
-            {**asdict(one), "sentence": one.sentence, "counts": ledger.counts(one), "suppressed": _reason(ledger, one)}
+            {
+                **asdict(one),
+                "kernel_name": one.kernel_name,
+                "sentence": one.sentence,
+                "counts": ledger.counts(one),
+                "suppressed": _reason(ledger, one),
+            }
             for one in ledger.findings
         ],
         "stale_suppressions": [asdict(one) for one in ledger.stale],
@@ -158,7 +164,9 @@ def _sarif_result(finding: KernelFinding, index: int, ledger: Ledger) -> dict[st
     # Code hosts show only files in the repository, not an inlined header of the toolkit.
     shown = next((one for one in finding.source if not _uri(one.file).startswith("file:")), finding.place)
     location = _sarif_location(shown)
-    location["logicalLocations"] = [{"name": finding.kernel or "a host function", "kind": "function"}]
+    function = {"name": finding.kernel_name or "a host function", "kind": "function"}
+    mangled = {"decoratedName": finding.kernel} if finding.kernel != finding.kernel_name else {}
+    location["logicalLocations"] = [{**function, **mangled}]
     result: dict[str, Any] = {
         "ruleId": finding.rule,
         "ruleIndex": index,
@@ -173,6 +181,7 @@ def _sarif_result(finding: KernelFinding, index: int, ledger: Ledger) -> dict[st
     related += [(one, "called from here") for one in finding.source[inlined + 1 :]]
     if finding.other is not None and finding.other.source:
         related.append((finding.other.source[0], str(finding.other)))
+        related += [(one, "the other access is called from here") for one in finding.other.source[1:]]
     if related:
         result["relatedLocations"] = [
             {"id": number, "message": {"text": text}, **_sarif_location(place)}

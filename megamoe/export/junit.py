@@ -69,7 +69,7 @@ def findings_as_junit(ledger: Ledger, failures: Sequence[str]) -> str:
     """XML with a failure for each finding that counts, a skipped case for a suppressed one, and `failures`."""
     suites: dict[str, _Suite] = {}
     for number, one in enumerate(ledger.findings, 1):
-        suite = suites.setdefault(f"megamoe.{one.kernel or 'host'}", _Suite())
+        suite = suites.setdefault(f"megamoe.{one.kernel_name or 'host'}", _Suite())
         suite.cases.append(_case_of(one, number, ledger))
         suite.said.append(str(one))
     others = suites.setdefault("megamoe.check", _Suite())
@@ -83,7 +83,7 @@ def findings_as_junit(ledger: Ledger, failures: Sequence[str]) -> str:
 
 
 def _case_of(finding: KernelFinding, number: int, ledger: Ledger) -> TestCase:
-    case = _case(f"megamoe.{finding.kernel or 'host'}", f"{number}. {finding.rule} at {finding.place}", 0.0)
+    case = _case(f"megamoe.{finding.kernel_name or 'host'}", f"{number}. {finding.rule} at {finding.place}", 0.0)
     if (suppression := ledger.suppression_of(finding)) is not None:
         case.append(Skipped(_clean(f"{suppression.reason} ({suppression.where})")))
     elif ledger.counts(finding):

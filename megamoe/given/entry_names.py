@@ -1,10 +1,11 @@
-"""Finds a kernel of a module by the name that it has in the source."""
+"""The names of a kernel: the one in its C++ source, the mangled one, and the patterns that match either."""
 
 from __future__ import annotations
 
 import ctypes
 import re
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from functools import cache
 
 from megamoe.contract.known_names import nearest
@@ -36,6 +37,36 @@ def entry_named(entry: str, entries: Mapping[str, object]) -> str:
     raise LaunchRefusedError(
         f"the module has {several} entry {entry!r}; its entries are: {_listed(found or entries)}{hint}"
     )
+
+
+def source_name(name: str) -> str:
+    """ns::k<float, 3> for a mangled kernel or function; `name` itself if C++ has not mangled it."""
+    return "::".join(one for one in _parts(_returning_nothing(_head(name))) if not one.startswith(_NAMELESS)) or name
+
+
+def short_source_name(name: str) -> str:
+    """`source_name`; without template arguments if it is long."""
+    whole = source_name(name)
+    if len(whole) <= MAX_SHORT:
+        return whole
+    return "::".join(one if one.startswith("operator") else one.partition("<")[0] for one in _parts(whole))
+
+
+MAX_SHORT = 60
+"""Longest name that keeps its template arguments, in characters: libcu++ has some of 300."""
+
+
+_MANGLED = re.compile(r"\b_Z\w+")
+
+
+def with_source_names(text: str) -> str:
+    """`text` with `source_name` for each mangled name in it."""
+    return _MANGLED.sub(lambda found: source_name(found[0]), text)
+
+
+def is_named(name: str, pattern: str) -> bool:
+    """Whether a glob matches a kernel's name: the mangled one, or any that `entry_named` accepts."""
+    return fnmatchcase(name, pattern) or any(fnmatchcase(one, _key(pattern)) for one in _spellings(name))
 
 
 def _listed(names: Mapping[str, object] | list[str]) -> str:
@@ -93,9 +124,19 @@ def _demangled(name: str) -> str:
 
 
 def _head(name: str) -> str:
-    """ns::k<float, 3> of the kernel `name`."""
-    text = _demangled(name)
+    """ns::k<float, 3> of the kernel `name`; for a function that returns something, the type comes first."""
+    text = _demangled(name).removesuffix(" const")
     return text[: _opening(text)]
+
+
+def _returning_nothing(head: str) -> str:
+    """`head` without the type of what it returns, which the mangled name of a template has."""
+    depth = start = 0
+    for at, sign in enumerate(head.partition("operator")[0]):
+        depth += (sign in "<(") - (sign in ">)")
+        if sign == " " and not depth:
+            start = at + 1
+    return head[start:]
 
 
 def _opening(text: str) -> int:

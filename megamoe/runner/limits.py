@@ -13,6 +13,8 @@ from time import monotonic
 from typing import Final
 
 MIN_MEMORY: Final = 4 << 30
+MAX_JOBS: Final = 1024
+"""Most worker processes that a command starts."""
 
 
 def share_of_memory(jobs: int) -> int:

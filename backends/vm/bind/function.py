@@ -27,7 +27,7 @@ from backends.vm.bind.flow import (
 )
 from backends.vm.bind.forms import Form, bind_in_ring, find, in_order
 from backends.vm.bind.lanes import RunFinder
-from backends.vm.bind.operand_types import mistyped
+from backends.vm.bind.operand_types import in_another_space, mistyped
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, UnknownInstructionError, counted
 from backends.vm.machine.code import (
@@ -275,14 +275,18 @@ def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Ve
         guard = (key[1], instruction.guard.negated)
         binder.uses.append(key)
     step = _in_ring(form, binder) if ring else form.bind(binder)
-    refusal = missing(instruction, target, version)
-    refusal = refusal or mistyped(instruction, rows.types) or impossible(instruction)
+    refusal = missing(instruction, target, version) or misused(instruction, rows)
     if refusal is not None:
         raise binder.error(refusal)
     addresses = frozenset(binder.addresses) if binder.addresses else _NO_ADDRESSES
     return Bound(instruction, form, step, tuple(binder.uses), tuple(binder.defines), guard, tuple(binder.reads),
                  addresses, binder.carrying, tuple(binder.places), None if ring else step,
                  in_run=binder.in_run, unread=None if ring else binder.unread)  # fmt: skip
+
+
+def misused(instruction: Instruction, rows: RegisterRows) -> str | None:
+    """The reason why an operand cannot be what it is, whatever the target, as ptxas finds it; None if it takes all."""
+    return mistyped(instruction, rows.types) or in_another_space(instruction, rows.symbols) or impossible(instruction)
 
 
 def _leaders(function: Function, bound: list[Bound]) -> list[int]:

@@ -1,4 +1,5 @@
-"""Whether the type of a register fits the type of an instruction (PTX ISA 9.2, 9.4.1, 10).
+"""Whether the type of a register fits the type of an instruction (PTX ISA 9.2, 9.4.1, 10), and the state space of a
+variable that of an address (PTX ISA 6.4.1).
 
 An integer register takes integer and bit types, a floating-point register floating-point and bit types, and a .bX
 register takes every type. Checked are registers and instructions of one integer or floating-point type: packed types,
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from backends.vm.bind.forms import is_type
-from backends.vm.ptx.ast import Address, Instruction, Negated, Operand, Register
+from backends.vm.ptx.ast import Address, Instruction, Negated, Operand, Register, Symbol
 from backends.vm.ptx.functions import is_special
 
 _INTEGERS: Final = frozenset(f"{sign}{width}" for sign in "us" for width in (8, 16, 32, 64))
@@ -80,3 +81,34 @@ def _typed(instruction: Instruction) -> Iterator[tuple[Operand, str]]:
         yield from ((one, named[0]) for one in operands)
     elif len(named) == 1 and parts[0] in _DATA and len(operands) > _DATA[parts[0]]:
         yield operands[_DATA[parts[0]]], named[0]
+
+
+_SPACES: Final = frozenset({"global", "shared", "const", "local", "param"})
+_TAKE_SYMBOLS: Final = frozenset({"cvta", "mapa", "getctarank"})
+"""Instructions that name a variable without brackets."""
+
+
+def in_another_space(instruction: Instruction, symbols: Mapping[str, str]) -> str | None:
+    """The reason why a variable does not lie where the instruction looks for it, or None. `symbols`: the state space of
+    each variable. An instruction without a state space takes generic addresses, and ptxas 13.5 those of all variables.
+    """
+    named = [space for part in instruction.parts if (space := part.partition("::")[0]) in _SPACES]
+    if not named and instruction.parts[0] == "mbarrier":
+        named = ["shared"]
+    if not named:
+        return None
+    bare = instruction.parts[0] in _TAKE_SYMBOLS
+    places = [one.base if isinstance(one, Address) else one for one in instruction.operands
+              if isinstance(one, Address) or (bare and isinstance(one, Symbol))]  # fmt: skip
+    # Behind the destination and the source of a copy comes its mbarrier.
+    last = named[0] if len(named) == 1 else "shared"
+    for at, place in enumerate(places):
+        space = named[at] if at < len(named) else last
+        there = symbols.get(place.name, space) if isinstance(place, Symbol) else space
+        # What a call passes is local here.
+        if isinstance(place, Symbol) and there != space and (there, space) != ("local", "param"):
+            return (
+                f"`{place.name}` is a variable in .{there}, where this operand is an address in .{space}; name its "
+                "state space, or use a generic address"
+            )
+    return None

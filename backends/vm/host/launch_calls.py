@@ -15,6 +15,8 @@ from backends.vm.machine.special import Dim3
 
 MOST_ATTRIBUTES: Final = 32
 PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
+INVALID_CLUSTER_SIZE: Final = 912
+"""cudaErrorInvalidClusterSize, which an H200 returns without the opt-in, also if the kernel declares its cluster."""
 CLUSTER, COOPERATIVE, PROGRAMMATIC_SERIALIZATION = 4, 2, 6
 # cudaLaunchAttributeID. All but the cluster size only order or place work. Running launches one after another, and
 # admitting each CTA when the earlier ones wait, satisfies them. A launch that may begin early (programmatic
@@ -61,12 +63,13 @@ def launch_kernel(
 
 def _run(runtime: Runtime, record: LaunchRecord) -> None:
     runtime.check_stream(record.stream, f"the launch of {record.entry}")
-    _check_opted_in(runtime, record)
     function = runtime.module.entry(record.entry)
     cooperative = bool(record.attributes.get(COOPERATIVE, (0,))[0])
     shape = launch_shape(
         function, record.grid, record.block, record.cluster, record.dynamic_smem, explicit=CLUSTER in record.attributes
     )
+    # The kernel itself may declare its cluster.
+    _check_opted_in(runtime, record, shape.cluster_ctas)
     if cooperative:
         runtime.device.check_cooperative(record.entry, shape, function.static_shared)
     runtime.launches.append(record)
@@ -107,7 +110,7 @@ def _params(runtime: Runtime, entry: str, params: int) -> tuple[bytes, ...]:
     )
 
 
-def _check_opted_in(runtime: Runtime, record: LaunchRecord) -> None:
+def _check_opted_in(runtime: Runtime, record: LaunchRecord, ctas: int) -> None:
     static = runtime.module.entry(record.entry).static_shared
     limit = runtime.dynamic_smem_limit.get(record.entry, runtime.device.attribute(8) - static)
     if record.dynamic_smem > limit:
@@ -115,9 +118,9 @@ def _check_opted_in(runtime: Runtime, record: LaunchRecord) -> None:
             f"{record.entry}: {record.dynamic_smem} bytes of dynamic shared memory, where {limit} are allowed; more is "
             f"opted in to by the kernel attribute MaxDynamicSharedMemorySize"
         )
-    ctas = record.cluster[0] * record.cluster[1] * record.cluster[2]
     if ctas > LARGEST_CLUSTER or (ctas > PORTABLE_CLUSTER and record.entry not in runtime.large_clusters):
         raise LaunchError(
             f"{record.entry}: clusters of {ctas} CTAs; {PORTABLE_CLUSTER} are possible everywhere, {LARGEST_CLUSTER} "
-            f"after the kernel attribute NonPortableClusterSizeAllowed"
+            f"after the kernel attribute NonPortableClusterSizeAllowed",
+            INVALID_CLUSTER_SIZE,
         )

@@ -136,6 +136,7 @@ class Block:
     _touched: frozenset[Key] | None = field(init=False, default=None)
     _together: int | None = field(init=False, default=None)
     _polls: bool | None = field(init=False, default=None)
+    _polls_memory: bool | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.quick = self.steps
@@ -172,14 +173,22 @@ class Block:
     def polls(self) -> bool:
         """Whether it asks for what other threads change: by a strong load, an atomic or a test of an mbarrier."""
         if self._polls is None:
-            self._polls = any(map(_polls, self.instructions))
+            self._polls = self.polls_memory() or any(map(_tests_mbarrier, self.instructions))
         return self._polls
 
+    def polls_memory(self) -> bool:
+        """Whether it does so by a strong load or an atomic."""
+        if self._polls_memory is None:
+            self._polls_memory = any(map(_polls_memory, self.instructions))
+        return self._polls_memory
 
-def _polls(one: Instruction) -> bool:
+
+def _tests_mbarrier(one: Instruction) -> bool:
+    return one.parts[0] == "mbarrier" and one.parts[1] in ("test_wait", "try_wait")
+
+
+def _polls_memory(one: Instruction) -> bool:
     name, *words = one.parts
-    if name == "mbarrier":
-        return words[0] in ("test_wait", "try_wait")
     return name == "atom" or (name == "ld" and not STRONG.isdisjoint(words))
 
 

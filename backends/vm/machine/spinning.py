@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 QUIET_TURNS = 16
 """Turns of the schedule per warp without an event before the warps are looked at, and between looks."""
-MANY_WARPS, EARLY_TURNS = 16, 5
-"""A run of so many warps, whose turns take long, is also looked at in each of the first turns."""
+EARLY_TURNS = 5
+"""The warps are also looked at in each of so many first turns: most spins have shown their state twice by then, and a
+turn of warps that poll takes longer than a look."""
 CLOCK_PATIENCE = 200_000
 """Blocks that a warp that reads clocks may run while nothing happens: a second or two."""
 DIVERGED_PATIENCE = 3 * FIRST_PATIENCE
@@ -199,8 +200,7 @@ class SpinWatch:
             self.looks.clear()
             return None
         self.turns += 1
-        early = EARLY_TURNS if len(run.warps) >= MANY_WARPS else 0
-        if run.engine.pending or not _time_to_look(run, self.turns, early):
+        if run.engine.pending or not _time_to_look(run, self.turns, EARLY_TURNS):
             return None
         spinning = [warp for warp in run.warps if not warp.done and warp.waiting() is None]
         afresh = self.looks.begin()

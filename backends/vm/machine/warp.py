@@ -64,6 +64,8 @@ LATER_PATIENCE = 32
 """The same in a warp that has spun before."""
 POLLS = 32
 """Polls without an event before other lanes get a turn: lanes that poll are likely to wait for them."""
+POLLS_A_TURN = 8
+"""Polls of memory without an event that end a warp's turn: nothing that it polls changes before others move."""
 TURN = 32
 _EVERY_LANE_ADDRESS: Final = address_of(first_lanes(LANES))
 
@@ -553,8 +555,9 @@ class Warp:
 
     def run(self, quantum: int) -> int:
         """Execute up to `quantum` blocks, or until a wait or the end. Returns how many blocks were executed."""
-        done = 0
-        while done < quantum and self.strands:
+        done = polls = 0
+        engine, events = self.cta.machine.engine, -1
+        while done < quantum and polls < POLLS_A_TURN and self.strands:
             strand = self.strands[0]
             if strand.wait is not None and not self._resume(strand):
                 if strand.wait.local and self.yield_strand():
@@ -572,6 +575,9 @@ class Warp:
             block = self.code.blocks[strand.block]
             self._execute(strand, block)
             done += 1
+            if block.polls_memory():
+                polls = polls + 1 if engine.events == events else 0
+                events = engine.events
             if len(self.strands) > 1:
                 self.turns.after_block(self, block)
         return done

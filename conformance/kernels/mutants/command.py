@@ -291,11 +291,12 @@ def _search(record: Record, plan: Plan, programs: Sequence[Subject], effort: Eff
 
 
 def drawn_of(one: Hunt) -> str:
-    """What became of the cases that were drawn for a mutant."""
-    draws = len(one.tried) + len(one.others) + len(one.refused)
+    """What became of the cases that were drawn for a mutant, and why no more were if it lives."""
+    cases = len(one.tried) + len(one.others) + len(one.refused)
+    ended = f"; the search ended because {one.ended}" if one.ended else ""
     return (
-        f"of {counted(draws, 'drawn case')} {len(one.tried)} built its text, {len(one.others)} another, and the "
-        f"backend refused {len(one.refused)}"
+        f"of {counted(cases, 'drawn case')} {len(one.tried)} built its text, {len(one.others)} another, and the "
+        f"backend refused {len(one.refused)}{ended}"
     )
 
 

@@ -8,12 +8,13 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
+from megamoe.runner.limits import MAX_JOBS
+
 ABOUT = """Change one thing in a program and see whether a check notices: docs/mutants.md. Without an option of "instead
 of a campaign" it runs mutants of the programs that the cases build, until a check kills each. A call that is repeated
 goes on where the record ends."""
 RUNS = Path("results/mutants/campaign.jsonl")
 """Where a campaign writes without `--record`; not among the runs of `megamoe run`, which it is none of."""
-MAX_JOBS = 1024
 _OF_RECORD = ("op", "backend", "target", "program")
 _OF_SPECS = ("op", "case", "where", "backend", "target")
 READS = {
@@ -68,6 +69,9 @@ def parsed(given: list[str]) -> argparse.Namespace:
         if idle:
             these = f"only --{', --'.join(read)}" if read else "none of a campaign's options"
             parser.error(f"--{mode} reads {these}, so --{idle[0]} would do nothing")
+    if modes == ["id"] and not options.backend and not options.packed:
+        parser.error("--id runs one mutant of one program, and nothing says who builds that: --backend is missing, as "
+                     "in --id 1a2b3c4d5e6f/drop/79.0 --backend ptx --case fmha:hd=64,t=1,s_k=1")  # fmt: skip
     # With --smoke they select mutants of the record.
     idle = [one for one in given_ones if one in PACKED_HAS and not (options.smoke and one in READS["smoke"])]
     if options.packed and idle:

@@ -19,6 +19,7 @@ from conformance.kernels.laws.strategies import cases
 from conformance.kernels.mutants.campaign import SCHEDULES, Built, Outcome, Subject, built_program, examine
 from conformance.kernels.mutants.mutant import Mutant
 from megamoe.contract import Case, UnsupportedError
+from megamoe.contract.counted import counted
 from megamoe.spec.spec import Spec
 
 
@@ -34,7 +35,9 @@ class Effort:
 @dataclass(slots=True)
 class Hunt:
     """The search for one mutant. `tried`: the cases that built its text. `others`: those that built another text, or a
-    program without PTX. `refused`: those that the backend does not take. `killer`: the smallest case that killed it."""
+    program without PTX. `refused`: those that the backend does not take. `known`: cases that were tried before any
+    was drawn. `again`: draws of a case that was drawn before. `late`: the time was up. `killer`: the
+    smallest case that killed it."""
 
     subject: Subject
     mutant: Mutant
@@ -42,6 +45,9 @@ class Hunt:
     tried: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
     others: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
+    known: int = 0
+    again: int = 0
+    late: bool = False
     killer: Outcome | None = None
     _begun: float = field(default_factory=time.process_time)
 
@@ -49,10 +55,13 @@ class Hunt:
         """Whether `case` builds the mutant's text and a check kills the mutant on it. ValueError if the unchanged
         program fails there, which is another kind of finding."""
         if case.id in self.tried:
+            self.again += 1
             return self.tried[case.id].killed
         if case.id in self.others or case.id in self.refused:
+            self.again += 1
             return False
         if time.process_time() - self._begun > self.effort.seconds:
+            self.late = True
             return False
         try:
             built = self._built(case)
@@ -76,6 +85,23 @@ class Hunt:
         return Built(self.spec, case, program)
 
     @property
+    def draws(self) -> int:
+        """How often a case was drawn."""
+        return len(self.tried) + len(self.others) + len(self.refused) - self.known + self.again
+
+    @property
+    def ended(self) -> str:
+        """Why the search ended without a killer; "" if it has one."""
+        if self.killer is not None:
+            return ""
+        if self.late:
+            return f"the {self.effort.seconds:g} s were up"
+        if self.draws >= self.effort.examples:
+            twice = f", {self.again} of them of a case drawn before" if self.again else ""
+            return f"{counted(self.effort.examples, 'draw', 'was', 'were')} made{twice}"
+        return f"the ranges of the spec have no further case after {counted(self.draws, 'draw')}"
+
+    @property
     def spec(self) -> Spec:
         """The spec of the program's op."""
         return self.subject.built[0].spec
@@ -93,6 +119,7 @@ def hunt(subject: Subject, mutant: Mutant, effort: Effort, first: Sequence[Case]
     one = Hunt(subject, mutant, effort)
     if any(one.kills(case) for case in first):
         return one
+    one.known, one.again = one.draws, 0
     drawn = settings(max_examples=effort.examples, derandomize=True, database=None, deadline=None,
                      phases=[Phase.generate, Phase.shrink])  # fmt: skip
     try:

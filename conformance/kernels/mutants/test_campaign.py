@@ -121,7 +121,24 @@ def test_a_search_leaves_other_programs_alone(program: Subject) -> None:
     elsewhere = replace(one, subject=replace(program, backend=f"{backends.__name__}:DECLINES", target="sm_100a"))
     assert not elsewhere.kills(program.built[0].case)
     told = drawn_of(elsewhere)
-    assert told == "of 2 drawn cases 0 built its text, 1 another, and the backend refused 1", told
+    assert told.startswith("of 2 drawn cases 0 built its text, 1 another, and the backend refused 1; the search"), told
+
+
+def test_a_search_says_why_it_ended(program: Subject) -> None:
+    """No case is of any use to a backend that refuses all."""
+    refuses = replace(program, backend=f"{backends.__name__}:DECLINES", target="sm_100a")
+    mutant = next(mutants(program.built[0].program))
+    for effort, why in (
+        (Effort(1, 0.0), "the 0 s were up"),
+        (Effort(4, 60.0), "4 draws were made"),
+    ):
+        one = hunt(refuses, mutant, effort)
+        assert drawn_of(one).endswith(f"; the search ended because {why}"), drawn_of(one)
+    few = Hunt(refuses, mutant, Effort(40))
+    case = program.built[0].case
+    assert not any(few.kills(case) for _ in range(3))
+    assert few.ended == "the ranges of the spec have no further case after 3 draws"
+    assert replace(few, effort=Effort(3)).ended == "3 draws were made, 2 of them of a case drawn before"
 
 
 def test_a_mutant_of_no_consequence_survives_as_the_same_code(program: Subject) -> None:

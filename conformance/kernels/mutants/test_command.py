@@ -200,6 +200,7 @@ def test_a_survivor_is_printed_with_its_reason() -> None:
         (["--smoke", "--shard", "1/2"], "so --shard would do nothing"),
         (["--table", "--excused", "0"], "so --excused would do nothing"),
         (["--id", "1a2b3c4d5e6f/drop/79.0", "--holes"], "so --holes would do nothing"),
+        (["--id", "1a2b3c4d5e6f/drop/79.0"], "--backend is missing, as in --id 1a2b3c4d5e6f/drop/79.0 --backend ptx"),
         (["--search", "3", "--others", "7"], "so --others would do nothing"),
         (["--search", "3", "--id", "1a2b3c4d5e6f/drop/79.0", "--others", "7"], "so --others would do nothing"),
         (["--search", "3", "--table"], "--table and --search are two calls"),

@@ -8,7 +8,7 @@ import pytest
 
 from megamoe.contract.machine import LaunchRefusedError
 from megamoe.given import entry_names
-from megamoe.given.entry_names import entry_named
+from megamoe.given.entry_names import entry_named, is_named, short_source_name, source_name, with_source_names
 
 ENTRIES = {
     "_ZN2ns1kIfLi3EEEvPT_S1_": "void ns::k<float, 3>(float*, float)",
@@ -73,3 +73,41 @@ def test_without_a_demangler_the_mangled_name_works(monkeypatch: pytest.MonkeyPa
     assert entry_named("_Z2ovPj", ENTRIES) == "_Z2ovPj"
     with pytest.raises(LaunchRefusedError, match=r"_Z2ovPj; name one by its mangled name \(there is no libstdc"):
         entry_named("ov", ENTRIES)
+
+
+LONG = "_ZN2ns4loadIiSt17integral_constantIbLb0EES1_IbLb0EES1_IbLb0EEEEiv"
+"""int ns::load<int, std::integral_constant<bool, false>, ...>(): a function of a template, so its type is mangled."""
+
+
+def test_a_mangled_name_is_shown_as_in_the_source() -> None:
+    shown = ["ns::k<float, 3>", "ns::k<int, 4u>", "kind<(ns::Mode)1>", "ov", "ov", "Outer<int>::inner", "lone", "plain"]
+    assert list(map(source_name, ENTRIES)) == shown
+    assert source_name(LONG).startswith("ns::load<int, std::integral_constant<bool, false>,"), source_name(LONG)
+    assert (short_source_name(LONG), short_source_name("_Z2ovPj")) == ("ns::load", "ov")
+    assert source_name("_ZNK3BoxIiE3getEv") == "Box<int>::get"
+    said = "byte 4 of `_ZZ1kILi3EEvPfE3buf`, not of `own_Z`"
+    assert with_source_names(said) == "byte 4 of `k<3>(float*)::buf`, not of `own_Z`"
+    assert source_name("") == ""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "speaks"),
+    [
+        ("*kIf*", True),
+        ("_ZN2ns1kIfLi3EEEvPT_S1_", True),
+        ("k<*>", True),
+        ("ns::k<float, 3>", True),
+        ("ns::k<float,*>(float*, float)", True),
+        ("k", True),
+        ("k<int*>", False),
+        ("other::k<*>", False),
+        ("s::k<*>", False),
+    ],
+)
+def test_a_pattern_matches_the_mangled_name_or_the_one_in_the_source(pattern: str, speaks: bool) -> None:
+    assert is_named("_ZN2ns1kIfLi3EEEvPT_S1_", pattern) == speaks
+
+
+def test_a_pattern_matches_a_name_that_is_not_mangled() -> None:
+    assert is_named("gemm_f16", "gemm_*")
+    assert not is_named("gemm_f16", "gemm")

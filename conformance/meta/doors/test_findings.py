@@ -15,7 +15,7 @@ import pytest
 
 from megamoe.cli.main import main
 from megamoe.export.findings import CheckedRun, form_of, read_findings, rendered
-from megamoe.findings import PROFILES, KernelFinding, Ledger, Profile, SourceLine, Suppression
+from megamoe.findings import PROFILES, CollidingAccess, KernelFinding, Ledger, Profile, SourceLine, Suppression
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.vm import Device, KernelFault
 
@@ -185,6 +185,141 @@ def test_two_modules_with_the_same_kernel_and_lines_have_findings_of_their_own()
     assert len(prints) == len(results), f"a code host merges results of one fingerprint: {sorted(prints)}"
 
 
+PARTIAL = "_Z7partialILi128EfEvPT0_Pj"
+"""partial<128, float>, mangled."""
+
+
+def test_a_kernel_of_c_plus_plus_has_its_name_in_the_source() -> None:
+    source = (SourceLine("/cuda/include/atomics.hpp", 84, 3, "_Z4loadIiEiv"), SourceLine("/home/me/a.cu", 10, 3))
+    other = CollidingAccess("warp 0", "wrote", 4, source)
+    ledger = Ledger()
+    ledger.take([finding(kernel=PARTIAL, detail="byte 0 of `_ZZ1kILi3EEvPfE3buf`", source=source, other=other)])
+    said = rendered(CheckedRun(ledger), "text")
+    assert "_Z" not in said, said
+    for part in ("[race] kernel partial<128, float>, /cuda", "84:3 in load<int>", "`k<3>(float*)::buf`"):
+        assert part in said, f"{part!r} is not in {said}"
+    other_access = said.partition("  other access: warp 0 wrote it at /cuda/include/atomics.hpp:84:3")[2]
+    assert other_access.splitlines()[1:2] == ["    called from: /home/me/a.cu:10:3"], said
+    assert 'classname="megamoe.partial&lt;128, float&gt;"' in rendered(CheckedRun(ledger), "junit")
+    (one,) = json.loads(rendered(CheckedRun(ledger), "json"))["findings"]
+    assert (one["kernel"], one["kernel_name"]) == (PARTIAL, "partial<128, float>")
+    document = json.loads(rendered(CheckedRun(ledger), "sarif"))
+    jsonschema_rs.Draft202012Validator(SARIF).validate(document)
+    (result,) = document["runs"][0]["results"]
+    function = {"name": "partial<128, float>", "kind": "function", "decoratedName": PARTIAL}
+    assert result["locations"][0]["logicalLocations"] == [function]
+    last = result["relatedLocations"][-1]
+    assert last["message"]["text"] == "the other access is called from here"
+    assert last["physicalLocation"]["artifactLocation"]["uri"] == "file:///home/me/a.cu"
+
+
+def test_errors_come_before_what_may_follow_from_them(logged: Lines) -> None:
+    """Within a grade the order is that of occurrence."""
+    device = Device("sm_100a", profile="strict")
+    fault = launched(device, UNSPECIFIED, TWICE, CLEAN, RACE)
+    assert fault is not None
+    assert fault.rule == "race", "the message is about the error"
+    rules = ["race", "mbarrier-reinitialised", "unspecified-result"]
+    for found in (device.findings, fault.findings):
+        assert [one.rule for one in found] == rules
+    assert [line.split("]")[0].split("[")[1] for line in rendered(CheckedRun(device.ledger), "text").splitlines()
+            if "] kernel" in line] == rules  # fmt: skip
+    ledger, order = Ledger(), ["note", "error", "portability", "error"]
+    ledger.take([finding(grade=grade, line=line) for line, grade in enumerate(order, 1)])
+    assert [one.line for one in ledger.findings] == [2, 4, 3, 1]
+
+
+# Causes
+
+
+NARROW = {"rule": "scope-too-narrow", "missing": "a scope", "line": 9, "where": "CTA (1, 0, 0), warp 0",
+          "other": CollidingAccess("warp 0 of CTA (0, 0, 0)", "wrote", 5),
+          "leads_to": ("global-race", "deadlock")}  # fmt: skip
+
+
+def _cause(*found: KernelFinding) -> str:
+    ledger = Ledger()
+    ledger.take(found)
+    cause = ledger.cause_of(found[-1])
+    return "" if cause is None else cause.rule
+
+
+def test_a_narrow_poll_may_cause_what_comes_after_it() -> None:
+    race = finding(rule="global-race", missing="a release", line=20, where="CTA (1, 0, 0), warp 3",
+                   other=CollidingAccess("warp 2 of CTA (0, 0, 0)", "wrote", 3))  # fmt: skip
+    elsewhere = finding(rule="global-race", missing="a release", line=20, where="CTA (2, 0, 0), warp 3",
+                        other=CollidingAccess("warp 2 of CTA (0, 0, 0)", "wrote", 3))  # fmt: skip
+    deadlock = finding(rule="deadlock", line=40, where="", detail="warp 0 spins at PTX line 40")
+    poll = finding(**NARROW)
+    assert _cause(poll, race) == "scope-too-narrow"
+    assert _cause(poll, elsewhere) == "", "the poll ordered other CTAs"
+    assert _cause(poll, deadlock) == "scope-too-narrow"
+    assert _cause(poll, finding(rule="misaligned", line=40)) == "", "no order mends it"
+    assert _cause(finding(**{**NARROW, "kernel": "other"}), race) == ""
+    ledger = Ledger()
+    ledger.take([race, poll])
+    assert ledger.cause_of(race) is None, "it happened before the poll"
+
+
+def test_a_cause_may_lie_within_the_lines_that_are_named() -> None:
+    within = finding(rule="deadlock", line=7, detail="warp 0 spins at PTX lines 7 to 12 on `ld.acquire.cta.u32`")
+    assert _cause(finding(**{**NARROW, "leads_to": ()}), within) == "scope-too-narrow"
+    assert _cause(finding(**{**NARROW, "leads_to": (), "line": 13}), within) == ""
+
+
+PUBLISHED = """  mov.u32 %r4, %ctaid.x;
+  setp.ne.u32 %p2, %r4, 0;
+  @%p2 bra READER;
+  @!%p1 st.global.u32 [%rd1+4], 7;
+  @!%p1 st.release.gpu.global.u32 [%rd1+8], 1;
+  ret;
+READER:
+  ld.acquire.SCOPE.global.u32 %r4, [%rd1+8];
+  setp.eq.u32 %p3, %r4, 0;
+  @%p3 bra READER;
+  ld.global.u32 %r5, [%rd1+4];
+  ret;"""
+
+
+def test_a_race_behind_a_narrow_poll_names_the_poll() -> None:
+    device = Device("sm_100a")
+    assert launched(device, PUBLISHED.replace("SCOPE", "gpu"), grid=2) is None
+    assert launched(device, PUBLISHED.replace("SCOPE", "cta"), grid=2) is not None
+    said = rendered(CheckedRun(device.ledger), "text")
+    assert [one.rule for one in device.findings] == ["scope-too-narrow", "global-race"]
+    assert f"may follow from: [scope-too-narrow] at PTX line {device.findings[0].line}" in said, said
+
+
+SKIPPED = """  setp.ne.u32 %p2, %r1, 32;
+  mov.u32 %r4, mbar;
+  @%p2 bra MET;
+  mbarrier.init.shared::cta.b64 [%r4], 1;
+  fence.mbarrier_init.release.cluster;
+MET:
+  bar.sync 0;
+  setp.lt.u32 %p3, %r1, 32;
+  @%p3 bra READER;
+  @%p2 bra WAIT;
+  st.shared.u32 [cell+64], %r1;
+  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r4], 16;
+  cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [cell], [%rd1], 16, [%r4];
+  bra WAIT;
+READER:
+  ld.shared.u32 %r5, [cell];
+  ld.shared.u32 %r5, [cell+64];
+WAIT:
+  mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r4], 0;
+  @!%p3 bra WAIT;
+  ret;"""
+
+
+def test_a_race_behind_a_copy_that_was_not_awaited_names_it() -> None:
+    device = Device("sm_100a", schedule="lazy")
+    assert launched(device, SKIPPED) is not None
+    assert [one.rule for one in device.findings] == ["copy-not-awaited", "race"]
+    assert "may follow from: [copy-not-awaited] at PTX line" in rendered(CheckedRun(device.ledger), "text")
+
+
 # Suppressions
 
 
@@ -203,12 +338,17 @@ def test_two_modules_with_the_same_kernel_and_lines_have_findings_of_their_own()
         ({"place": "*"}, False),
         ({"kernel": "attention_*"}, True),
         ({"kernel": "matmul"}, False),
+        ({"kernel": "*partial*"}, True),
+        ({"kernel": "partial<*>"}, True),
+        ({"kernel": "partial<128, float>"}, True),
+        ({"kernel": "partial<128, double>"}, False),
         ({"place": "attention.py:12", "kernel": "matmul"}, False),
         ({"place": "attention.py", "rule": "global-race"}, False),
     ],
 )
 def test_a_suppression_speaks_about_a_rule_at_a_place(entry: dict[str, str], speaks: bool) -> None:
-    about = finding(origin="fwd.cu")
+    kernel = PARTIAL if "partial" in entry.get("kernel", "") else "attention_fwd"
+    about = finding(origin="fwd.cu", kernel=kernel)
     assert Suppression(**{"rule": "race", "reason": "looked at", **entry}).matches(about) == speaks
 
 

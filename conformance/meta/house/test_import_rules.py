@@ -43,7 +43,7 @@ MEGAMOE = {
     "export": "contract runner spec ops records gate findings",
     "cli": "megamoe contract runner spec records diff judge gate bench explain report export vm cuda_source findings",
     # The doors. Each finds its machine by entry point, so none of them imports a backend.
-    "findings": "contract spec",
+    "findings": "contract spec given",
     "cuda_source": "contract",
     "given": "contract",
     "vm": "contract runner findings cuda_source given",

@@ -188,6 +188,24 @@ def test_a_wrong_call_is_named(name: str) -> None:
         call(host_program(ir(*lines)), memory())
 
 
+@pytest.mark.parametrize("opted_in", [False, True])
+def test_a_cluster_that_the_kernel_declares_needs_opting_in_too(opted_in: bool) -> None:
+    held = memory()
+    opt_in = ("%a = call i32 @opt_in(i32 14, i32 1)",) if opted_in else ()
+    lines = "%l = call i32 @launch(ptr %buffer, i32 40, i32 16, ptr %stream, ptr null, i32 0)"
+    program = host_program(ir(*opt_in, lines))
+    program = replace(
+        program, ptx=program.ptx.replace(".param .u32 count)", ".param .u32 count) .reqnctapercluster 16")
+    )
+    if opted_in:
+        call(program, held)
+        assert (held["data"] == np.arange(COUNT) + 1).all()
+    else:
+        with pytest.raises(LaunchError, match="clusters of 16 CTAs; 8 are possible everywhere") as refused:
+            call(program, held)
+        assert refused.value.cuda_error == 912, "cudaErrorInvalidClusterSize, as on an H200"
+
+
 def test_opting_in_makes_the_launch_legal() -> None:
     held = memory()
     lines = (

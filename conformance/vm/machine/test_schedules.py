@@ -320,3 +320,16 @@ def test_a_kernel_that_stores_while_it_polls_ends(schedule: str) -> None:
     kernel = Kernel(body, buffers, block=(64, 1, 1), inputs=("x",), step_budget=100_000)
     fault = fault_of(kernel, schedule)
     assert fault is None, f"{schedule}: {fault}"
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "late_cta:0"])
+def test_a_warp_that_polls_is_not_run_for_long(schedule: str) -> None:
+    """CTA 0 polls until CTA 1 has begun, which is when it is known to spin, and has counted to a thousand."""
+    body = """setp.ne.u32 %p1, %cta, 0; @%p1 bra SET;
+    POLL: ld.acquire.gpu.global.u32 %r1, [%out]; setp.eq.u32 %p2, %r1, 0; @%p2 bra POLL;
+    ret;
+    SET: mov.u32 %r2, 0;
+    COUNT: add.u32 %r2, %r2, 1; setp.lt.u32 %p3, %r2, 1000; @%p3 bra COUNT;
+    st.release.gpu.global.u32 [%out], 1; ret;"""
+    _, counters = Kernel(body, {"out": np.zeros(1, np.uint32)}, grid=(2, 1, 1)).run(schedule)
+    assert counters["instructions_memory"] < 500, "the polls take longer than what they wait for"

@@ -301,7 +301,7 @@ def test_warps_that_count_together(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_grid_that_fills_a_gpu_and_counts() -> None:
-    """It has more than MANY_WARPS warps, and the last CTAs begin when there are so many."""
+    """The last CTAs begin when there are many warps."""
     body = round_("add.u32 %r2, %r2, 1;", f"{ALONE} mov.u32 %r2, 0;")
     assert_found(Kernel(body, {"out": OUT}, grid=(24, 1, 1)), ("eager", "random:0"), 100_000, "warp 0 and 23 more")
 
