@@ -125,6 +125,14 @@ _ALL = (
         "a wait for the end of the operation",
     ),
     _error(
+        "peer-not-started", "9.7.9.23",
+        "A CTA of the cluster accesses the memory of another one, and nothing orders that after the start of the other "
+        "CTA. The CUDA programming guide (distributed shared memory) requires that it has started. An H200 that other "
+        "processes share can end such a launch: the target block is not present.",
+        "Begin the kernel with a cluster barrier. A relaxed arrival is enough.",
+        "barrier.cluster.arrive and .wait before the first access",
+    ),
+    _error(
         "ended-cta", "9.7.9.23",
         "A CTA of the cluster accesses the shared memory of another CTA that has ended, or that may end at any time.",
         "End the kernel with a cluster barrier.",
@@ -356,14 +364,6 @@ _ALL = (
         "Look for a missing wait: `megamoe check` found different results under two schedules.",
     ),
     # What the ISA does not promise and production kernels rely on.
-    _relied(
-        "peer-not-started", "9.7.9.23",
-        "A CTA of the cluster accesses the memory of another one, and nothing orders that after the start of the other "
-        "CTA. The CUDA programming guide (distributed shared memory) requires that it has started.",
-        "No kernel that we know of. The CTAs of a cluster are launched together.",
-        "Begin the kernel with a cluster barrier. A relaxed arrival is enough.",
-        "barrier.cluster.arrive and .wait before the first access",
-    ),
     _relied(
         "exit-with-pending-store", "9.7.9.25",
         "A thread exits without waiting for its bulk store. The ISA does not say that the source in shared memory "

@@ -4,13 +4,13 @@
     python -m conformance.gpu.same_bits run FILE --executor vm --op nvfp4_moe      anywhere
     python -m conformance.gpu.same_bits compare RECORD --device FILE ... --machine FILE ...
 
-`run` draws the inputs of each row of a profile, as the judge does, and keeps the outputs of its sm_90a program; the
-machine models an H200's tensor core to the bit. `--part 2/8` is the second eighth of the rows. `compare` counts the
-elements that differ in any bit. Elements that may hold anything count as equal. With `--known RECORD`, `run` skips a
-row whose line in that older record has no differing bit, while its program is the same, and `compare` copies the line.
-Lines of other programs, and of cases that are in no profile any more, are left out. A program is its text and its
-launches. A line without `launches_sha256`, from before 2026-11-24, is compared by text alone; both commands print how
-many such lines there are.
+`run` draws the inputs of each row of a profile (or of its rows of each `--case`), as the judge does, and keeps the
+outputs of its sm_90a program; the machine models an H200's tensor core to the bit. `--part 2/8` is the second eighth of
+the rows. `compare` counts the elements that differ in any bit. Elements that may hold anything count as equal. With
+`--known RECORD`, `run` skips a row whose line in that older record has no differing bit, while its program is the same,
+and `compare` copies the line. Lines of other programs, and of cases that are in no profile any more, are left out. A
+program is its text and its launches. A line without `launches_sha256`, from before 2026-11-24, is compared by text
+alone; both commands print how many such lines there are.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ def _run(given: argparse.Namespace) -> int:
     before = _lines(given.known)
     known = {_key(line): _digests(line) for line in before if not _differs(line)}
     _say_untold(given.known, before)
-    for key in given.part.of(rows_of(given.op, given.profile, given.backend or BACKENDS)):
+    rows = rows_of(given.op, given.profile, given.backend or BACKENDS)
+    for key in given.part.of([key for key in rows if given.case is None or key[0] in given.case]):
         if (left := left_by(key, given.executor, known)) is not None:
             found[key] = left
             given.file.write_bytes(pickle.dumps(found))
@@ -233,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--executor", default="vm")
     run.add_argument("--op", required=True)
     run.add_argument("--profile", default="full")
+    run.add_argument("--case", action="append", help="only these of the profile")
     run.add_argument("--backend", action="append", help="both of ours if none is given")
     run.add_argument("--part", type=part_of, default="1/1", help="I/N: only the I-th of N parts")
     run.add_argument("--known", type=Path, help="a record: not its rows of today's programs without a difference")

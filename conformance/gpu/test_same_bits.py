@@ -43,6 +43,13 @@ def test_an_h200_has_the_machines_bits_in_every_row_that_was_compared(op: str) -
     assert said in " ".join((ROOT / "docs" / "gpu.md").read_text("utf-8").split()), f"docs/gpu.md does not say {said!r}"
 
 
+def test_some_cases_of_a_profile_can_be_asked_alone(tmp_path: Path) -> None:
+    file = tmp_path / "left"
+    words = ["--op", "nvfp4_moe", "--case", KEY[0], "--case", "nvfp4_moe:hidden=7", "--backend", "ptx"]
+    assert main(["run", str(file), *words]) == 0
+    assert list(pickle.loads(file.read_bytes())) == [KEY], "another row ran, or this one did not"
+
+
 def test_one_bit_that_differs_is_seen_and_so_is_another_program(tmp_path: Path) -> None:
     left = left_by(KEY, "vm")
     assert left is not None, f"{KEY} has no program"

@@ -33,7 +33,6 @@ from conformance.vm.kernel import (
     wait,
 )
 from conformance.vm.kernel import STAGES as COPY_STAGES
-from conformance.vm.machine.test_cluster_life import EARLY_USES, MEET_RELAXED, early
 from conformance.vm.machine.test_setmaxnreg import again as resized
 from conformance.vm.memory.test_faults_tensor import holding
 from conformance.vm.memory.test_mbarrier import waited_once
@@ -263,7 +262,6 @@ GRADED = {
     "tmem-hold-and-wait": (holding(256, 256), holding(256, 256, smem=113 << 10)),
     "wide-bit-field": (wide_field(256), wide_field(255)),
     "setmaxnreg-unsynchronised": (resized("", ""), resized("", "bar.sync 0;")),
-    "peer-not-started": (early(EARLY_USES["a store"]), early(EARLY_USES["a store"], MEET_RELAXED)),
     "async-to-own-cta": (reduced_into(0), reduced_into(1)),
     "wait-result-unread": (waited_once(""), waited_once("@!%p1 bra AGAIN;")),
     "unspecified-result": (

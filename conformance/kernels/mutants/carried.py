@@ -7,6 +7,9 @@ programs' included. `--draw SYNC OTHERS SEED` adds mutants of the smoke profile'
 `--some N`: only N of all, at random; at most an eighth of these deadlock in the VM, as such mutants cost seconds each.
 `--hanging`: only mutants that hang in the record of an H200 (silicon.py), with waits that give up, so that tools come
 to an end; and their unchanged programs, with the same waits.
+`--more N`: only mutants of SYNCHRONISATION that the record of an H200 lacks; of each program those on the N cases that
+have most of them. `--texts`: the folder gets PTX instead of machine code, and on_device.py assembles it, with a copy of
+the pinned ptxas that it finds in the folder.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import re
+import lzma
 import struct
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +32,7 @@ from backends.vm.memory.global_memory import Buffer
 from conformance.fakes.patient import patient
 from conformance.kernels.mutants.campaign import Built, Plan, Record, Subject, built_of, planned, subjects
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
-from conformance.kernels.mutants.on_device import RUNS, lot
+from conformance.kernels.mutants.on_device import RUNS, TEXTS, lot, numbered
 from conformance.kernels.mutants.silicon import read
 from conformance.kernels.mutants.table import RECORD
 from megamoe.contract import HostProgram, Program
@@ -89,11 +93,15 @@ def places(launch: LaunchRequest, buffers: Sequence[Buffer]) -> list[tuple[int, 
 @dataclass(slots=True)
 class Carried:
     """The folder: `rows` and `calls` of rows.json. `hanging`: waits of its programs give up. `stuck`: ids of mutants
-    that deadlock in the VM."""
+    that deadlock in the VM. `texts`: it gets `plain`, unchanged texts by id, and for each row a `changes`: the id, and
+    the text that stands for what is between two places. Otherwise it gets machine code."""
 
     folder: Path
     hanging: bool = False
     stuck: frozenset[str] = frozenset()
+    texts: bool = False
+    plain: dict[str, str] = field(default_factory=dict[str, str])
+    changes: dict[str, tuple[str, int, int, str]] = field(default_factory=dict[str, tuple[str, int, int, str]])
     rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     calls: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
@@ -146,10 +154,13 @@ class Carried:
         try:
             self.call(name, built, changed if mutant is None or mutant.launch is not None else program)
             text = patient(changed.ptx) if self.hanging else changed.ptx
-            code = cubin(_numbered(text, [one["entry"] for one in self.calls[name]["launches"]], number))
+            if self.texts:
+                self._keep_text(number, program.ptx, text, mutant)
+            else:
+                code = cubin(numbered(text, [one["entry"] for one in self.calls[name]["launches"]], number))
+                (self.folder / "code" / f"{number}.cubin").write_bytes(code)
         except Exception as error:
             return f"{'' if mutant is None else mutant.id}: {type(error).__name__}: {str(error)[:200]}"
-        (self.folder / "code" / f"{number}.cubin").write_bytes(code)
         self.rows.append(
             {
                 "number": number,
@@ -164,17 +175,23 @@ class Carried:
         )
         return ""
 
+    def _keep_text(self, number: int, ptx: str, text: str, mutant: Mutant | None) -> None:
+        edits = () if mutant is None else mutant.edits
+        begin, end = min((one.begin for one in edits), default=0), max((one.end for one in edits), default=0)
+        if self.hanging:
+            begin, end = 0, len(ptx)
+        name = program_id(ptx)
+        self.plain[name] = ptx
+        self.changes[str(number)] = name, begin, end, text[begin : len(text) - (len(ptx) - end)]
+
     def write(self) -> None:
-        """Writes rows.json and the launcher."""
+        """Writes rows.json, the texts and the launcher."""
         (self.folder / "rows.json").write_text(json.dumps({"rows": self.rows, "calls": self.calls}))
+        if self.texts:
+            held = json.dumps({"plain": self.plain, "changes": self.changes}).encode()
+            (self.folder / TEXTS).write_bytes(lzma.compress(held, preset=1))
         launcher = Path(__file__).with_name("on_device.py")
         (self.folder / "on_device.py").write_text(launcher.read_text("utf-8"), "utf-8")
-
-
-def _numbered(ptx: str, entries: Sequence[str], number: int) -> str:
-    for entry in set(entries):
-        ptx = re.sub(rf"(?<![\w$]){re.escape(entry)}(?![\w$])", f"{entry}_m{number:04d}", ptx)
-    return ptx
 
 
 def cubin(ptx: str) -> bytes:
@@ -217,6 +234,20 @@ def of_silicon(fate: str) -> Iterator[tuple[Subject, Built, Mutant]]:
             yield from ((subject, built, one) for one in mutants(built.program) if one.id in ids)
 
 
+Choice = tuple[Subject, Built, Mutant]
+
+
+def more_of(every: Sequence[Choice], cases: int) -> list[Choice]:
+    """Keeps mutants of SYNCHRONISATION that the H200's record lacks, of each program those on `cases` cases."""
+    seen = {one.id for one in read()}
+    left = [one for one in every if one[2].kind in SYNCHRONISATION and one[2].id not in seen]
+    counts: dict[str, Counter[str]] = {}
+    for subject, built, _ in left:
+        counts.setdefault(f"{subject.backend} {program_id(built.program.ptx)}", Counter())[built.case.id] += 1
+    kept = {(name, case) for name, some in counts.items() for case, _ in some.most_common(cases)}
+    return [one for one in left if (f"{one[0].backend} {program_id(one[1].program.ptx)}", one[1].case.id) in kept]
+
+
 def drawn_ones(synchronisation: int, others: int, seed: int) -> Iterator[tuple[Subject, Built, Mutant]]:
     """Draws like `nox -s mutants -- --op nvfp4_moe --target sm_90a`, each on the first case of its program."""
     selection = Selection("smoke", ("nvfp4_moe",), targets=(TARGET,), executors=("vm",))
@@ -232,11 +263,15 @@ def main(given: list[str]) -> None:
     parser.add_argument("--draw", type=int, nargs=3, metavar=("SYNC", "OTHERS", "SEED"))
     parser.add_argument("--some", type=int, metavar="N")
     parser.add_argument("--hanging", action="store_true")
+    parser.add_argument("--more", type=int, metavar="N")
+    parser.add_argument("--texts", action="store_true")
     options = parser.parse_args(given)
     record = Record(options.record)
     stuck = frozenset(one.id for one in record.results if one.check == "rule:deadlock")
-    carried = Carried(options.folder, options.hanging, stuck)
+    carried = Carried(options.folder, options.hanging, stuck, options.texts)
     chosen = of_silicon("hang") if options.hanging else of_record(record)
+    if options.more is not None:
+        chosen = more_of(list(chosen), options.more)
     every = {one[2].id: one for one in chosen}
     if options.draw:
         every = {one[2].id: one for one in drawn_ones(*options.draw)} | every

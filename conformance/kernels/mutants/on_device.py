@@ -2,8 +2,10 @@
 
 `python -m conformance.kernels.mutants.carried FOLDER` writes what travels, including this file. On the device machine
 `python3 FOLDER/on_device.py FOLDER OUT SECONDS [PROCESSES]` runs each mutant on the row that FOLDER names, RUNS times
-alone and once under each of TOOLS, and writes OUT/mutants.json: a list of answers. If FOLDER has `alone.json`, the
-answers of an earlier call, mutants do not run alone again. It needs only the driver and compute-sanitizer. Entries are
+alone and once under each of TOOLS, and writes OUT/mutants.json: a list of answers. If OUT has that file of an earlier
+call, this one goes on where it ended. If FOLDER has `alone.json`, the answers of an earlier call, only its mutants run,
+and not alone again. If it has texts (`carried --texts`), they are assembled, with FOLDER/ptxas or the one on the path,
+and mutants that ptxas refuses do not run. It needs only the driver and compute-sanitizer. Entries are
 called NAME_mNUMBER, so that a line of compute-sanitizer names its mutant. A mutant that hangs or faults ends its
 process, because the driver cannot recover from that; another process goes on with the rest.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import lzma
 import os
 import re
 import shutil
@@ -21,11 +24,11 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
-
-from megamoe.contract.counted import counted
 
 DEADLOCK = "racecheck, deadlocks"
 """Racecheck with its option that looks for endless waits."""
@@ -50,8 +53,55 @@ LAST_WORDS = 2.5
 meanwhile."""
 CHUNK = 8
 """Mutants that a process is given at once."""
+SLICE = 256
+"""Mutants that run alone and then under the tools before others do."""
+GONE = "CUDA_ERROR_NO_DEVICE"
+"""The driver has lost the device, and nothing brings it back: no further process starts."""
 TOOL_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
 REPORT_LENGTH = 700
+TEXTS = "texts.json.xz"
+"""Unchanged texts, and what each row changes in one of them."""
+
+
+def numbered(ptx: str, entries: Sequence[str], number: int) -> str:
+    """Names each entry after a row."""
+    for entry in set(entries):
+        ptx = re.sub(rf"(?<![\w$]){re.escape(entry)}(?![\w$])", f"{entry}_m{number:04d}", ptx)
+    return ptx
+
+
+def assemble(folder: Path, numbers: Sequence[int]) -> dict[int, str]:
+    """Assembles these texts, if there are any, into code/NUMBER.cubin. Returns what ptxas said of those it refuses."""
+    if not (folder / TEXTS).exists():
+        return {}
+    held = json.loads(lzma.decompress((folder / TEXTS).read_bytes()))
+    rows, calls = (json.loads((folder / "rows.json").read_text())[name] for name in ("rows", "calls"))
+    ptxas = str(folder / "ptxas") if (folder / "ptxas").exists() else "ptxas"
+
+    def one(row: dict[str, Any]) -> str:
+        if (folder / "code" / f"{row['number']}.cubin").exists():
+            return ""
+        name, begin, end, between = held["changes"][str(row["number"])]
+        plain, entries = held["plain"][name], [launch["entry"] for launch in calls[row["call"]]["launches"]]
+        source = folder / "code" / f"{row['number']}.ptx"
+        source.write_text(numbered(plain[:begin] + between + plain[end:], entries, row["number"]))
+        command = [
+            ptxas,
+            "-arch",
+            "sm_90a",
+            "-v",
+            "--warning-as-error",
+            "-o",
+            str(source.with_suffix(".cubin")),
+            str(source),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        source.unlink()
+        return "" if done.returncode == 0 else (done.stdout + done.stderr)[:500] or f"status {done.returncode}"
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        said = list(pool.map(one, [rows[number] for number in numbers]))
+    return {number: words for number, words in zip(numbers, said, strict=True) if words}
 
 
 class Fault(Exception):
@@ -268,6 +318,12 @@ class Stage:
         for one in threads:
             one.join()
 
+    def ask(self, jobs: Iterable[Job]) -> None:
+        """Runs jobs, without mutants that have an answer."""
+        left = ((tool, [one for one in some if (tool, one) not in self.answers]) for tool, some in jobs)
+        self.jobs.extend(job for job in left if job[1])
+        self.perform()
+
     def ask_alone(self, numbers: list[int]) -> None:
         """Repeats mutants that hung, one at a time: beside a launch that hangs, another may seem to."""
         for one in numbers:
@@ -328,14 +384,19 @@ class Stage:
                 begun.append(int(line))
         if begun and begun[-1] not in found and time.monotonic() < self.deadline:
             found[begun[-1]] = {"number": begun[-1], "status": "hang" if stalled else "died"}
-        said = reports(log.read_text(errors="replace")) if tool != ALONE else {}
+        words = log.read_text(errors="replace")
+        if GONE in words:
+            print(f"the device is gone: {log.name}, {tool}", flush=True)
+            self.deadline = 0.0
+            return set()
+        said = reports(words) if tool != ALONE else {}
         with self.lock:
             for number, one in found.items():
                 heads, first = said.get(number, ({}, ""))
                 self.answers[tool, number] = {**one, "tool": tool, "reports": heads, "first": first, "process": seconds}
             self.keep()
         if tool == ALONE and any(one["status"] == "died" for one in found.values()):
-            print(log.read_text(errors="replace")[-600:], flush=True)
+            print(words[-600:], flush=True)
         return set(found)
 
 
@@ -370,33 +431,38 @@ def sanitizer(tool: str) -> list[str]:
 def main(folder: Path, out: Path, seconds: float, processes: int) -> None:
     """Runs the command line; see the module."""
     begun = time.monotonic()
-    (out / "raw").mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out / "raw", ignore_errors=True)
+    (out / "raw").mkdir(parents=True)
     rows = json.loads((folder / "rows.json").read_text())["rows"]
     bases = [row["number"] for row in rows if not row["id"]]
     others = drawn(rows)
     stage = Stage(folder, out, begun + seconds, processes)
     before = folder / "alone.json"
+    if (out / "mutants.json").exists():
+        stage.answers = {(one["tool"], one["number"]): one for one in json.loads((out / "mutants.json").read_text())}
     if before.exists():
-        stage.answers = {(ALONE, one["number"]): one for one in json.loads(before.read_text()) if one["tool"] == ALONE}
-    else:
-        stage.jobs.extend((ALONE, [one]) for one in bases)
-        stage.perform()
+        stage.answers |= {(ALONE, one["number"]): one for one in json.loads(before.read_text()) if one["tool"] == ALONE}
+        others = [one for one in others if (ALONE, one) in stage.answers]
+    refused = assemble(folder, bases)
+    bases = [one for one in bases if one not in refused]
+    stage.ask((ALONE, [one]) for one in bases)
     known = {rows[one]["base"]: stage.answers.get((ALONE, one), {}).get("sum") for one in bases}
     (out / "known.json").write_text(json.dumps(known))
     print(f"programs as they are: {_counted(stage, ALONE, bases)}, {time.monotonic() - begun:.1f} s", flush=True)
     for of, some in parts(rows, others).items():
-        if not before.exists():
-            stage.jobs.extend((ALONE, one) for one in _chunks(some))
-            stage.perform()
-            stage.ask_alone(some)
-        print(f"{of}, alone: {_counted(stage, ALONE, some)}, {time.monotonic() - begun:.1f} s", flush=True)
-        fates = {one: stage.answers.get((ALONE, one), {}).get("status") for one in some}
-        for name, jobs in under_tools(bases, some, fates).items():
-            stage.jobs.extend(job for job in jobs if (job[0], job[1][0]) not in stage.answers)
-            stage.perform()
-            print(
-                f"{of}, {name}: {counted(len(stage.answers), 'answer')}, {time.monotonic() - begun:.1f} s", flush=True
-            )
+        if time.monotonic() > stage.deadline:
+            break
+        refused = assemble(folder, some)
+        ran = [one for one in some if one not in refused]
+        new = [one for one in ran if (ALONE, one) not in stage.answers]
+        stage.ask((ALONE, one) for one in _chunks(new))
+        stage.ask_alone(new)
+        print(f"{of}, {len(refused)} refused, alone: {_counted(stage, ALONE, ran)}, {time.monotonic() - begun:.1f} s",
+              flush=True)  # fmt: skip
+        fates = {one: stage.answers.get((ALONE, one), {}).get("status") for one in ran}
+        for name, jobs in under_tools(bases, ran, fates).items():
+            stage.ask(jobs)
+            print(f"{of}, {name}: answers: {len(stage.answers)}, {time.monotonic() - begun:.1f} s", flush=True)
     for tool in TOOLS:
         print(f"{tool}, as they are: {_counted(stage, tool, bases)}", flush=True)
         print(f"{tool}: {_counted(stage, tool, others)}", flush=True)
@@ -409,10 +475,11 @@ def drawn(rows: list[dict[str, Any]]) -> list[int]:
 
 
 def parts(rows: list[dict[str, Any]], others: list[int]) -> dict[str, list[int]]:
-    """Splits mutants into two parts. Those that take seconds each come last: a launch that hangs holds the device."""
-    return {
-        "the others": [one for one in others if not rows[one].get("stuck")],
-        "what deadlocks in the VM": [one for one in others if rows[one].get("stuck")],
+    """Splits mutants into slices. Those that take seconds each come last: a launch that hangs holds the device."""
+    ending = [one for one in others if not rows[one].get("stuck")]
+    slices = [ending[at : at + SLICE] for at in range(0, len(ending), SLICE)]
+    return {f"slice {number} of {len(slices)}": some for number, some in enumerate(slices, 1)} | {
+        "what deadlocks in the VM": [one for one in others if rows[one].get("stuck")]
     }
 
 
@@ -430,7 +497,7 @@ def under_tools(
     faulty = [one for one in others if fates[one] == "fault"]
     hanging = [one for one in others if fates[one] not in ("right", "wrong", "fault")]
     return {
-        "programs as they are": [(tool, some) for some in _chunks(bases) for tool in TOOLS],
+        "programs as they are": [(tool, some) for some in _chunks(bases) for tool in (TOOLS if hanging else asked)],
         "mutants that end": [(tool, some) for some in _chunks(ending) for tool in asked],
         "mutants that fault": [(tool, [one]) for one in faulty for tool in asked[:3]],
         "mutants that hang": [(DEADLOCK, [one]) for one in hanging],

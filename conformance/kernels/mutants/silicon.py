@@ -1,8 +1,9 @@
 """Mutants on an H200 and under compute-sanitizer: their record, and their part of results/mutants.md.
 
 `python -m conformance.kernels.mutants.silicon ROWS.json MUTANTS.json` writes the record from the files of carried.py
-and on_device.py. `.. ROWS.json MUTANTS.json --into` merges answers of tools into the existing record, and
-`.. --patient` those of programs whose waits give up (`carried --hanging`).
+and on_device.py. `.. ROWS.json MUTANTS.json --into` merges answers of tools into the existing record, `.. --patient`
+those of programs whose waits give up (`carried --hanging`), and `.. --more` adds rows that the record lacks (`carried
+--more`).
 """
 
 from __future__ import annotations
@@ -105,6 +106,12 @@ def with_tools(
     return [replace(one, tools=one.tools | new) for one, new in told]
 
 
+def with_more(seen: Sequence[Seen], later: Sequence[Seen]) -> list[Seen]:
+    """Adds the mutants and the unchanged programs of a later session that the record lacks."""
+    known = {(one.id, one.base if not one.id else "") for one in seen}
+    return [*seen, *(one for one in later if (one.id, one.base if not one.id else "") not in known)]
+
+
 def read(path: Path = SILICON) -> list[Seen]:
     """Reads the record; empty if there is none."""
     return [Seen(**one) for one in json.loads(path.read_text("utf-8"))] if path.exists() else []
@@ -134,8 +141,13 @@ def told(seen: Sequence[Seen], killed: Collection[str], lived: Collection[str], 
         "`results/records/h200-mutants.json` has mutants of sm_90a programs, each on the case that kills it in the VM.",
         "Each was launched alone (20 launches, bits compared with the unchanged program's), then once under each tool",
         "of compute-sanitizer (`conformance/kernels/mutants/carried.py` and `on_device.py` in that folder). The",
-        f"programs are the kernels of that session: {counted(len(texts), 'text')}, {len(texts & set(programs))}",
+        f"programs are the kernels of those sessions: {counted(len(texts), 'text')}, {len(texts & set(programs))}",
         "of them among those of the rest of this page, and the others of older kernels.",
+        "",
+        "A later session added mutants of synchronisation (`carried --more`), drawn from those that do not deadlock",
+        "in the VM. Its mutants that hang are not in the record, because a device was lost in a session with many of",
+        "them. Its time was up before the tools had run on all. In the whole record, no tool ran on",
+        f"{counted(sum(not one.tools for one in mutants), 'mutant')}.",
         "",
         f"Unchanged programs: {len(whole)}, {sum(one.fate == 'right' for one in whole)} right; {_tools_of(whole)}.",
         "",
@@ -266,11 +278,14 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("answers", type=Path)
     parser.add_argument("--into", action="store_true")
     parser.add_argument("--patient", action="store_true")
+    parser.add_argument("--more", action="store_true")
     options = parser.parse_args(given)
     rows = json.loads(options.rows.read_text("utf-8"))["rows"]
     answers = json.loads(options.answers.read_text("utf-8"))
     if options.into or options.patient:
         seen = with_tools(read(), rows, answers, patient=options.patient)
+    elif options.more:
+        seen = with_more(read(), seen_of(rows, answers))
     else:
         seen = seen_of(rows, answers)
     _write(seen, SILICON)

@@ -13,15 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from backends.ptx.assembler import find_ptxas
 from conformance.kernels.mutants import carried, on_device, silicon
 from conformance.kernels.mutants.campaign import Outcome, Record, Subject, program_of, subjects
-from conformance.kernels.mutants.carried import Carried, of_record, of_silicon
+from conformance.kernels.mutants.carried import Carried, more_of, of_record, of_silicon
 from conformance.kernels.mutants.few_ctas import COUNTS, on_few_ctas
 from conformance.kernels.mutants.mutant import mutants, program_id
 from conformance.kernels.mutants.on_device import (
     ALONE,
     DEADLOCK,
+    GONE,
+    SLICE,
     Stage,
+    assemble,
     drawn,
     kind_of,
     parts,
@@ -29,7 +33,7 @@ from conformance.kernels.mutants.on_device import (
     reports,
     under_tools,
 )
-from conformance.kernels.mutants.silicon import Seen, seen_of, told, with_tools
+from conformance.kernels.mutants.silicon import Seen, seen_of, told, with_more, with_tools
 from conformance.kernels.mutants.table import RECORD
 from megamoe.contract import Program
 from megamoe.contract.assembly import assemblers
@@ -84,6 +88,8 @@ def test_mutants_that_hang_come_last_and_alone() -> None:
     assert all(tool != DEADLOCK for jobs in list(stages.values())[1:3] for tool, _ in jobs)
     rows[4]["stuck"] = True
     assert list(parts(rows, order).values())[-1] == [4], "what holds the device up comes before the others"
+    many = [{"number": at, "id": str(at), "orders": True} for at in range(SLICE + 1)]
+    assert [len(some) for some in parts(many, drawn(many)).values()] == [SLICE, 1, 0], "a slice is too large"
 
 
 def _stage(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Stage:
@@ -167,6 +173,68 @@ def test_a_tool_that_is_missing_is_no_answer(tmp_path: Path, monkeypatch: pytest
     stage.jobs.append((ALONE, [0, 1]))
     stage.perform()
     assert not stage.answers, f"nobody spoke, and this is what they said: {stage.answers}"
+
+
+def test_no_process_starts_once_the_device_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = _stage(tmp_path, monkeypatch, TELL + f"say(numbers[0])\nprint('Fault: {GONE}', flush=True)\nos._exit(1)\n")
+    stage.ask((ALONE, [one]) for one in range(40))
+    assert not stage.answers, f"a mutant has an answer of no device: {stage.answers}"
+    assert stage.count <= stage.processes, f"{stage.count} processes started"
+
+
+def test_a_call_goes_on_where_an_earlier_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = _stage(tmp_path, monkeypatch, TELL + (
+        "for one in numbers:\n"
+        "    say(one)\n"
+        "    say(json.dumps({'number': int(one), 'status': 'right'}))\n"
+    ))  # fmt: skip
+    stage.answers = {(ALONE, 1): {"number": 1, "tool": ALONE, "status": "wrong"}}
+    stage.ask([(ALONE, [0, 1, 2]), (ALONE, [1])])
+    assert {number: one["status"] for (_, number), one in stage.answers.items()} == {0: "right", 1: "wrong", 2: "right"}
+    assert stage.count == 1, "a process was given no mutant"
+
+
+def test_texts_that_travel_are_assembled_to_the_same_code(subject: Subject, tmp_path: Path) -> None:
+    if not assemblers():
+        pytest.skip("unsupported: no ptxas")
+    built = subject.built[0]
+    drop = next(one for one in mutants(built.program) if one.kind == "drop")
+    there, here = Carried(tmp_path / "texts", texts=True), Carried(tmp_path / "code")
+    for one in (there, here):
+        assert [one.row(subject, built, each) for each in (None, drop)] == ["", ""]
+        one.write()
+    (there.folder / "ptxas").symlink_to(find_ptxas())
+    assert not assemble(there.folder, [0, 1])
+    for number in ("0.cubin", "1.cubin"):
+        code = [(one.folder / "code" / number).read_bytes() for one in (there, here)]
+        assert code[0] == code[1], f"{number} is other code"
+    name, begin, end, _ = there.changes["1"]
+    there.changes["1"] = name, begin, end, "nonsense;"
+    there.write()
+    assert not assemble(there.folder, [1]), "what is assembled already is not assembled again"
+    (there.folder / "code" / "1.cubin").unlink()
+    assert list(assemble(there.folder, [0, 1])) == [1], "ptxas refuses what it should take, or takes nonsense"
+
+
+def test_more_of_what_orders_is_taken_on_the_cases_that_have_most(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = subject.built[0]
+    few = replace(built, case=built.spec.vary(built.case, sms=1))
+    ordering = [one for one in mutants(built.program) if one.kind == "drop"][:4]
+    other = next(one for one in mutants(built.program) if one.kind == "setp")
+    monkeypatch.setattr(carried, "read", lambda: [Seen(ordering[0].id, "drop", "", "right")])
+    every = [(subject, built, one) for one in (*ordering[:3], other)] + [(subject, few, ordering[3])]
+    assert [one[2].id for one in more_of(every, 1)] == [one.id for one in ordering[1:3]]
+    assert [one[2].id for one in more_of(every, 2)] == [one.id for one in ordering[1:4]]
+
+
+def test_a_later_session_adds_what_the_record_lacks() -> None:
+    held = [Seen("", "", "ptx a fmha:p", "right"), Seen("a/drop/1.0", "drop", "ptx a fmha:p", "wrong")]
+    later = [replace(held[0], launches=20), replace(held[1], fate="right"), Seen("a/drop/2.0", "drop", "", "right")]
+    assert with_more(held, [*later, Seen("", "", "ptx a fmha:q", "right")]) == [
+        *held, later[2], Seen("", "", "ptx a fmha:q", "right")
+    ]  # fmt: skip
 
 
 def test_what_is_carried_is_what_the_machine_would_be_given(subject: Subject, tmp_path: Path) -> None:
