@@ -115,12 +115,17 @@ class Computing:
 Rule = Callable[[Computing], Sequence[Bits] | None]
 """Returns the undefined bits of each result, in the order of the family's binding. None: use `any_operand`."""
 _RULES: dict[str, Rule] = {}
+_WATCHES: dict[str, Callable[[Bound], bool]] = {}
 
 
-def carries(*opcodes: str, sources: tuple[int, ...]) -> Callable[[Rule], Rule]:
+def carries(
+    *opcodes: str, sources: tuple[int, ...], watches: Callable[[Bound], bool] = lambda item: True
+) -> Callable[[Rule], Rule]:
     """Register the rule for instructions that begin with one of `opcodes` and only compute.
 
     `sources`: the numbers of sources that the rule handles. `any_operand` handles a spelling with another number.
+    `watches`: whether the rule looks at values of registers; otherwise it knows the results by the undefined bits and
+    the literals of an instruction.
     """
 
     def register(rule: Rule) -> Rule:
@@ -128,6 +133,7 @@ def carries(*opcodes: str, sources: tuple[int, ...]) -> Callable[[Rule], Rule]:
             return rule(seen) if len(seen.item.reads) in sources else None
 
         _RULES.update(dict.fromkeys(opcodes, counted))
+        _WATCHES.update(dict.fromkeys(opcodes, watches))
         return rule
 
     return register
@@ -175,18 +181,47 @@ def moved(seen: Computing, *controls: int) -> Sequence[Bits] | None:
 # The carrier of an instruction.
 
 
+MAX_KNOWN = 16
+"""Results that a carrier remembers: a kernel's undefined bits take few forms, such as the padding rows of a tile."""
+
+
 class InstructionCarrier:
     """See machine.undefined.Carrier."""
 
-    __slots__ = ("_computed_from", "_deciding", "_item", "_rule", "touches")
+    __slots__ = ("_computed_from", "_deciding", "_item", "_known", "_rule", "by_bits", "computes", "touches")
 
     def __init__(self, item: Bound) -> None:
         self._item = item
         travels = item.carry.travels if item.carry is not None else frozenset[Key]()
         self._computed_from = [key for key in item.uses if key != item.guard_key]
         self._deciding = [key for key in self._computed_from if key in item.addresses or key not in travels]
-        self._rule = _RULES.get(item.instruction.parts[0], any_operand) if item.form.counter in PURE else None
+        opcode = item.instruction.parts[0]
+        self.computes = item.form.counter in PURE
+        self._rule = _RULES.get(opcode, any_operand) if self.computes else None
+        self.by_bits = self.computes and item.guard is None and not (opcode in _WATCHES and _WATCHES[opcode](item))
+        self._known: dict[tuple[bytes, ...], Sequence[Bits]] = {}
         self.touches = frozenset((*item.uses, *item.defines))
+
+    def mark(self, warp: Warp, step: Step) -> None:
+        """Mark the results of an instruction that is `by_bits`, in all lanes, before or after it has run."""
+        item, undefined = self._item, warp.undefined
+        asked = tuple([undefined[key].bits.tobytes() if key in undefined else b"" for key in self._computed_from])
+        if not any(asked):
+            for key in item.defines:
+                undefined.pop(key, None)
+            return
+        results = self._known.get(asked)
+        if results is None:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            results = self._known[asked] = self._results(Computing(warp, item, step))
+        origin = undefined.origin(self._computed_from, item.instruction.line)
+        for key, bits in zip(item.defines, results, strict=True):
+            undefined.put(key, bits, warp.mask, origin)
+
+    def _results(self, seen: Computing) -> Sequence[Bits]:
+        found = None if self._rule is None else self._rule(seen)
+        return any_operand(seen) if found is None else found
 
     def carry(self, warp: Warp, step: Step) -> object:
         """Run the instruction in the active lanes whose guard holds."""
@@ -196,7 +231,7 @@ class InstructionCarrier:
         doubt = warp.undefined.get((1, item.guard[0]))
         doubtful = None if doubt is None else doubt.bits & warp.mask
         if doubt is not None and doubtful is not None and count_nonzero(doubtful):
-            if self._rule is None or item.form.kind == "tail":
+            if not self.computes or item.form.kind == "tail":
                 what = "where this branch goes" if item.form.control else "whether this instruction is executed"
                 warp.undefined.decide(warp, (1, item.guard[0]), what, item.instruction.line)
             outcome = self._run_guarded(warp, step)
@@ -217,8 +252,11 @@ class InstructionCarrier:
         return warp.in_lanes(lanes, self._run, step, lanes)
 
     def _run(self, warp: Warp, step: Step, lanes: Mask) -> object:
-        if self._rule is not None:
-            return self._compute(warp, step, lanes, self._rule)
+        if self.by_bits and warp.where is True:
+            self.mark(warp, step)
+            return step(warp)
+        if self.computes:
+            return self._compute(warp, step, lanes)
         item, undefined = self._item, warp.undefined
         for key in self._deciding:
             if key in undefined:
@@ -232,7 +270,7 @@ class InstructionCarrier:
             undefined.clear_lanes(key, lanes)
         return outcome
 
-    def _compute(self, warp: Warp, step: Step, lanes: Mask, rule: Rule) -> object:
+    def _compute(self, warp: Warp, step: Step, lanes: Mask) -> object:
         item, undefined = self._item, warp.undefined
         known = [key for key in self._computed_from if key in undefined]
         if len(known) > 1 and count_nonzero(lanes) < LANES:
@@ -244,8 +282,7 @@ class InstructionCarrier:
                 undefined.clear_lanes(key, lanes)
             return outcome
         origin, seen = undefined.origin(known, item.instruction.line), Computing(warp, item, step)
-        results = rule(seen)
-        results = any_operand(seen) if results is None else results
+        results = self._results(seen)
         outcome = step(warp)
         for key, bits in zip(item.defines, results, strict=True):
             undefined.put(key, bits, lanes, origin)

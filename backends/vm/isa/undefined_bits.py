@@ -5,13 +5,14 @@ bind.definedness handles the others: there a lane with an undefined operand has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import and_
 
 import numpy as np
 
 from backends.vm.bind.definedness import Computing, carries, moved
+from backends.vm.bind.flow import Bound
 from backends.vm.machine.code import LANES
 from backends.vm.machine.undefined import Bits, all_bits, lanes_of, no_bits
 from backends.vm.memory.definedness import Mask
@@ -19,10 +20,37 @@ from backends.vm.numerics.convert import WIDTH
 from backends.vm.ptx.ast import Immediate, Sink, Vector
 
 Found = Sequence[Bits] | None
+Watches = Callable[[Bound], bool]
 _INTEGERS = ("b16", "b32", "b64", "u16", "s16", "u32", "s32", "u64", "s64")
 
 
-@carries("mov", sources=(1, 2, 4, 8))
+def _never(item: Bound) -> bool:
+    return False
+
+
+def _steered(*sources: int) -> Watches:
+    """The value counts of a register that steers where bits go."""
+    return lambda item: any(not isinstance(item.instruction.operands[i + 1], Immediate) for i in sources)
+
+
+def _registers(item: Bound) -> bool:
+    """Literals alone decide about the undefined bits of a single register, and values only if there are more."""
+    return sum(not isinstance(one, Immediate) for one in item.instruction.operands[1 : 1 + len(item.reads)]) > 1
+
+
+def _integers(item: Bound) -> bool:
+    return item.instruction.parts[-1] in _INTEGERS
+
+
+def _products(item: Bound) -> bool:
+    return _integers(item) and item.instruction.parts[0] in ("mul", "mad")
+
+
+def _comparisons(item: Bound) -> bool:
+    return _integers(item) or len(item.reads) > 2
+
+
+@carries("mov", sources=(1, 2, 4, 8), watches=_never)
 def move(seen: Computing) -> Found:
     """A copy keeps its bits. Packing joins them, unpacking splits them."""
     written, read = seen.item.instruction.operands
@@ -53,43 +81,43 @@ def _side_by_side(parts: Sequence[Bits], width: int) -> Found:
     return [whole if whole.shape[1] > 1 else whole[:, 0]]
 
 
-@carries("brev", "movmatrix", sources=(1,))
+@carries("brev", "movmatrix", sources=(1,), watches=_never)
 def rearrange(seen: Computing) -> Found:
     """The bits move like the values."""
     return moved(seen)
 
 
-@carries("shl", "shr", "szext", sources=(2,))
+@carries("shl", "shr", "szext", sources=(2,), watches=_steered(1))
 def shift(seen: Computing) -> Found:
     """With a defined amount the bits shift like the values. Copies of an undefined sign are undefined."""
     return moved(seen, 1)
 
 
-@carries("shf", "prmt", sources=(3,))
+@carries("shf", "prmt", sources=(3,), watches=_steered(2))
 def select_bits(seen: Computing) -> Found:
     """A selection from two words by a defined third."""
     return moved(seen, 2)
 
 
-@carries("bfe", sources=(3,))
+@carries("bfe", sources=(3,), watches=_steered(1, 2))
 def extract(seen: Computing) -> Found:
     """A bit field with a defined place."""
     return moved(seen, 1, 2)
 
 
-@carries("bfi", sources=(4,))
+@carries("bfi", sources=(4,), watches=_steered(2, 3))
 def insert(seen: Computing) -> Found:
     """As `extract`."""
     return moved(seen, 2, 3)
 
 
-@carries("cvta", sources=(1,))
+@carries("cvta", sources=(1,), watches=_never)
 def convert_address(seen: Computing) -> Found:
     """Adding or removing the window of a state space keeps the other bits."""
     return [seen.bits(0)]
 
 
-@carries("and", "or", "xor", sources=(2,))
+@carries("and", "or", "xor", sources=(2,), watches=_registers)
 def two_bits(seen: Computing) -> Found:
     """Bit by bit: a defined 0 decides an `and`, a defined 1 an `or`, and `xor r, r` is 0."""
     a, c = seen.bits(0), seen.bits(1)
@@ -102,13 +130,13 @@ def two_bits(seen: Computing) -> Found:
     return [hidden & (left | a) & (right | c)]
 
 
-@carries("not", sources=(1,))
+@carries("not", sources=(1,), watches=_never)
 def bitwise(seen: Computing) -> Found:
     """Bit by bit."""
     return [seen.bits(0)]
 
 
-@carries("lop3", sources=(3,))
+@carries("lop3", sources=(3,), watches=_registers)
 def three_bits(seen: Computing) -> Found:
     """Bit by bit, by the truth table."""
     table = seen.item.instruction.operands[4]
@@ -134,7 +162,7 @@ def _by_table(seen: Computing, table: int) -> Bits:
     return found[0] & found[1]
 
 
-@carries("add", "sub", "mul", "mad", sources=(2, 3))
+@carries("add", "sub", "mul", "mad", sources=(2, 3), watches=_products)
 def low_bits_first(seen: Computing) -> Found:
     """With wrapping integers, result bits below the lowest one that an undefined bit reaches are defined."""
     opcode, kind, words = seen.parts[0], seen.parts[-1], seen.parts[1:-1]
@@ -182,7 +210,7 @@ def choose_by_sign(seen: Computing) -> Found:
     return [np.where(seen.bits(2) & sign, either, chosen)]
 
 
-@carries("setp", sources=(2, 3))
+@carries("setp", sources=(2, 3), watches=_comparisons)
 def compare(seen: Computing) -> Found:
     """Integers that differ in a defined bit are not equal, and their order is known if their ranges are disjoint.
 
@@ -226,7 +254,7 @@ def _range(seen: Computing, source: int) -> tuple[Bits, Bits]:
     return (values & ~bits | sign).view(signed), ((values | bits) & ~sign).view(signed)
 
 
-@carries("min", "max", sources=(2,))
+@carries("min", "max", sources=(2,), watches=_integers)
 def least_or_greatest(seen: Computing) -> Found:
     """Uses the ranges of integers: an operand that is certain to lose does not matter."""
     if seen.parts[-1] not in _INTEGERS or len(seen.parts) != 2:
@@ -251,7 +279,7 @@ def _from_highest(bits: Bits) -> Bits:
     return filled
 
 
-@carries("cvt", sources=(1, 2))
+@carries("cvt", sources=(1, 2), watches=_never)
 def convert(seen: Computing) -> Found:
     """Integers keep their bits in place. The halves of a pair are converted one by one. Only the bits of the source's
     type count in a wider register."""

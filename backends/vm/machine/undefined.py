@@ -37,10 +37,22 @@ class BecameUndefined(Exception):
 
 
 class Carrier(Protocol):
-    """Runs one instruction that may have an undefined operand. `touches`: the registers that it reads or writes."""
+    """Runs one instruction that may have an undefined operand. `touches`: the registers that it reads or writes.
+
+    `computes`: it does nothing but write its results. `by_bits`: moreover it has no guard, and the undefined bits of
+    its results depend on no register's value.
+    """
 
     @property
     def touches(self) -> frozenset[Key]: ...
+    @property
+    def computes(self) -> bool: ...
+    @property
+    def by_bits(self) -> bool: ...
+
+    def mark(self, warp: Warp, step: Step) -> None:
+        """Mark the undefined bits of the results of `step`, which is `by_bits`, in all lanes, without doing it."""
+        ...
 
     def carry(self, warp: Warp, step: Step) -> object:
         """Do `step`, the instruction itself, and mark the undefined bits of its results. Returns the step's result."""

@@ -12,7 +12,7 @@ ISA 9.7.13.1: "all non-exited threads"). If all others wait so at another instru
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import length_hint
@@ -42,7 +42,7 @@ from backends.vm.machine.code import (
     lanes_in,
 )
 from backends.vm.machine.engine import CopyGroups
-from backends.vm.machine.undefined import BecameUndefined, UndefinedRegisters
+from backends.vm.machine.undefined import BecameUndefined, Carrier, UndefinedRegisters
 from backends.vm.memory.access_code import CHANGES
 from backends.vm.memory.clocks import START, Carried, Clock, Snapshot, stamp
 from backends.vm.memory.definedness import Sources
@@ -727,15 +727,13 @@ class Warp:
 
     def _carry_run(self, block: Block, begin: int, run: QuickRun) -> None:
         """Execute `run`, which begins at step `begin`, doing as many steps at once as touch no undefined register."""
-        undefined, end, carriers = self.undefined, begin + run.count, block.carriers
-        if undefined.keys().isdisjoint(run.touches):
+        end, carriers = begin + run.count, block.carriers
+        if self.undefined.keys().isdisjoint(run.touches):
             run.step(self)
             return
         index = begin
         while index < end:
-            ahead = index
-            while ahead < end and undefined.keys().isdisjoint(carriers[ahead].touches):
-                ahead += 1
+            ahead = self._mark_ahead(carriers, index, begin, run)
             if ahead > index:
                 run.part(self, index - begin, ahead - index)
                 index = ahead
@@ -743,6 +741,24 @@ class Warp:
             self.at_step(index)
             carriers[index].carry(self, partial(run.part, first=index - begin, count=1))
             index += 1
+
+    def _mark_ahead(self, carriers: Sequence[Carrier], index: int, begin: int, run: QuickRun) -> int:
+        """Mark what becomes of undefined bits in steps of `run` from `index` on, up to the returned one, which has to
+        see the values of those before it. `run` begins at step `begin`."""
+        undefined, marked = self.undefined, False
+        while index < begin + run.count:
+            carrier = carriers[index]
+            if undefined.keys().isdisjoint(carrier.touches):
+                # A load may find more undefined bits, and what is marked beyond it would be wrong.
+                if marked and not carrier.computes:
+                    break
+            elif carrier.by_bits and self.where is True:
+                carrier.mark(self, partial(run.part, first=index - begin, count=1))
+                marked = True
+            else:
+                break
+            index += 1
+        return index
 
     def at_step(self, index: int) -> None:
         """Mark step `index` of the block as the running one."""

@@ -11,8 +11,10 @@ import time
 import numpy as np
 import pytest
 
+from backends.vm.bind import definedness, lanes
 from backends.vm.faults import Findings
 from backends.vm.load import load
+from backends.vm.machine import code
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.definedness import DEFINED, Origin
 from backends.vm.memory.global_memory import Buffer
@@ -489,6 +491,8 @@ WORDS = [
       for how in ("lt", "le", "gt", "ge")),
     *(f"and.b32 %x, %a, 63; setp.{how} %q, %x, 63; selp.b32 %d, 1, 2, %q;"
       for how in ("lt.u32", "le.s32", "hi.u32", "ge.s32", "eq.u32")),
+    "and.b32 %x, %c, 15; shl.b32 %d, %a, %x;", "and.b32 %x, %c, 0x7777; prmt.b32 %d, %a, %e, %x;",
+    "and.b32 %x, %c, 1; setp.eq.u32 %q, %x, 0; selp.b32 %d, %a, %e, %q;",
     "setp.ge.s32 %q, %a, %a; selp.b32 %d, 1, 2, %q;", "slct.b32.s32 %d, %a, %c, %e;",
     "setp.lt.u32 %q, %a, 9; and.pred %q, %q, %p; selp.b32 %d, 1, 2, %q;",
     "setp.lt.u32 %q, %a, 9; xor.pred %q, %q, %q; selp.b32 %d, 1, 2, %q;",
@@ -514,13 +518,16 @@ WORDS = [
 """Instructions under test: %d from %a, %c, %e and the predicate %p, all four with some undefined bits."""
 
 
-def _results(noise: int, seed: int) -> tuple[Array, Array]:
-    """The words that WORDS compute in 32 lanes, and the state of their bytes: uint8 [words, 128] each."""
-    draw, hidden = np.random.default_rng(seed), np.random.default_rng(seed + 1)
-    values = draw.integers(0, 256, (4, 128), np.uint8)
-    values[:, ::4] &= hidden.choice(np.array([0, 3, 31, 255], np.uint8), (4, 32))
+def _results(noise: int, seed: int, values: int = 0, note: str = "") -> tuple[Array, Array]:
+    """The words that WORDS compute in 32 lanes, and the state of their bytes: uint8 [words, 128] each.
+
+    `values` draws other operands with the same undefined bytes. `note` is a comment: bound code is cached by its text.
+    """
+    draw, hidden = np.random.default_rng(values or seed), np.random.default_rng(seed + 1)
+    drawn = draw.integers(0, 256, (4, 128), np.uint8)
+    drawn[:, ::4] &= hidden.choice(np.array([0, 3, 31, 255], np.uint8), (4, 32))
     known = hidden.random((4, 128)) < hidden.choice([0.3, 0.7, 1.0], (4, 1))
-    filled = np.where(known, values, np.random.default_rng(noise).integers(0, 256, values.shape, np.uint8))
+    filled = np.where(known, drawn, np.random.default_rng(noise).integers(0, 256, drawn.shape, np.uint8))
     takes = "".join(f"ld.global.b32 {name}, [%at+{128 * i}];\n" for i, name in enumerate(("%a0", "%c0", "%e0", "%s0")))
     tries = "".join(
         "mov.b32 %a, %a0; mov.b32 %c, %c0; mov.b32 %e, %e0; setp.eq.u32 %p, %s0, 0;\n"
@@ -530,7 +537,7 @@ def _results(noise: int, seed: int) -> tuple[Array, Array]:
     declared = """.reg .b32 %a, %c, %e, %e2, %d, %x, %y, %z, %a0, %c0, %e0, %s0; .reg .b16 %h, %i;
     .reg .b64 %w, %at, %to; .reg .pred %p, %q;
     mul.wide.u32 %w, %tx, 4; add.u64 %at, %w, %given; add.u64 %to, %w, %out;\n"""
-    body = f"{declared}{takes}{tries}ret;"
+    body = f"{declared}{takes}{tries}ret; // {note}"
     text = Kernel(body, {"given": filled, "out": np.zeros(32 * len(WORDS), np.uint32)}).ptx
     machine = Machine()
     given = machine.memory.add("given", filled.reshape(-1).copy())
@@ -554,6 +561,30 @@ def test_defined_bytes_do_not_depend_on_undefined_ones(seed: int) -> None:
         for text, one, two, known in zip(WORDS, first, other, both, strict=True):
             wrong = np.flatnonzero((one != two) & known)
             assert not wrong.size, f"`{text}`: byte {wrong[0] % 4} of lane {wrong[0] // 4} depends on undefined bytes"
+
+
+def _states(patch: pytest.MonkeyPatch, often: int, note: str) -> list[Array]:
+    """What is defined after runs on four draws of operands, two of them with the same undefined bytes."""
+    patch.setattr(code, "OFTEN", often)
+    patch.setattr(lanes, "WORTH", 0)
+    return [_results(100, seed, values, note)[1] for seed in (1, 2) for values in (5, 6)]
+
+
+def test_machine_code_leaves_the_same_bytes_undefined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, bits of whole stretches are marked before their values are computed, and results are remembered."""
+    one_by_one, ahead = (_states(monkeypatch, often, f"{often}") for often in (1 << 40, 1))
+    for one, other in zip(one_by_one, ahead, strict=True):
+        wrong = [text for text, a, b in zip(WORDS, one, other, strict=True) if (a != b).any()]
+        assert not wrong, f"in machine code other bytes are defined after `{wrong[0]}`"
+
+
+@pytest.mark.parametrize("opcode", ["and", "lop3", "min", "mul", "prmt", "selp", "setp", "shl"])
+def test_a_rule_that_hides_what_it_watches_is_noticed(monkeypatch: pytest.MonkeyPatch, opcode: str) -> None:
+    right = _states(monkeypatch, 1 << 40, "right")
+    watches = definedness._WATCHES  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setitem(watches, opcode, lambda item: False)
+    wrong = _states(monkeypatch, 1, f"{opcode} watches no value")
+    assert any((one != other).any() for one, other in zip(right, wrong, strict=True)), f"no word shows it of {opcode}"
 
 
 def test_the_exact_rules_keep_bytes_defined() -> None:
