@@ -54,17 +54,21 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True)
 class CollidingAccess:
-    """The access that a finding collides with: `who` did `did` (such as "wrote") at PTX `line`, 0 if unknown."""
+    """The access that a finding collides with: `who` did `did` (such as "wrote") at PTX `line`, 0 if unknown.
+
+    `elsewhere`: in a race, it is of another CTA.
+    """
 
     who: str
     did: str
     line: int
     source: tuple[SourceLine, ...] = ()
+    elsewhere: bool = False
 
     @classmethod
     def of(cls, access: AccessLike) -> CollidingAccess:
         """Converts a machine's description of the access."""
-        return cls(access.who, access.did, access.line, SourceLine.of(access.source))
+        return cls(access.who, access.did, access.line, SourceLine.of(access.source), access.elsewhere)
 
     def __str__(self) -> str:
         place = f" at {self.source[0]}" if self.source else ""
@@ -141,7 +145,7 @@ class KernelFinding:
 
     @property
     def site(self) -> tuple[object, ...]:
-        """Identifies equal findings: the rule, and the instructions of both accesses.
+        """Identifies equal findings: the rule, the instructions of both accesses, and whether two CTAs make them.
 
         A PTX line identifies an instruction only within one module. Where the source is known, kernel variants compiled
         from the same lines share their findings.
@@ -149,7 +153,7 @@ class KernelFinding:
         accesses = {(self.line, self._home(self.source))}
         if self.other is not None:
             accesses.add((self.other.line, self._home(self.other.source)))
-        return self.rule, self.origin, self.kernel, frozenset(accesses)
+        return self.rule, self.origin, self.kernel, frozenset(accesses), self.other is not None and self.other.elsewhere
 
     def _home(self, source: tuple[SourceLine, ...]) -> object:
         # Many sources share a relative name, such as the one for CUDA C++ given as text.

@@ -32,12 +32,16 @@ class SourcePlace:
 
 @dataclass(slots=True)
 class OtherAccess:
-    """The access that a fault collides with: `who` `did` it ("wrote", "copied through") at PTX `line`, 0 if unknown."""
+    """The access that a fault collides with: `who` `did` it ("wrote", "copied through") at PTX `line`, 0 if unknown.
+
+    `elsewhere`: in a race, it is of another CTA.
+    """
 
     who: str
     did: str
     line: int = 0
     source: tuple[SourcePlace, ...] = ()
+    elsewhere: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +96,13 @@ class Fault(Exception):
 
     @property
     def site(self) -> tuple[object, ...]:
-        """The key of a finding: the rule, the kernel and the lines of both accesses. Equal keys are one finding."""
+        """The key of a finding: the rule, the kernel, the lines of both accesses, and whether two CTAs make them. Equal
+        keys are one finding."""
+        return *self.lines_at, self.other is not None and self.other.elsewhere
+
+    @property
+    def lines_at(self) -> tuple[object, ...]:
+        """The key without the CTAs."""
         lines = {self.line} if self.other is None else {self.line, self.other.line}
         return self.rule, self.kernel, frozenset(lines)
 
@@ -110,6 +120,18 @@ class Findings:
         if known is not fault:
             known.times += 1
             known.ends |= ends
+
+    @property
+    def worse_first(self) -> list[Fault]:
+        """All of them as they were added, but of the same two lines the one between CTAs first."""
+        places = dict[tuple[object, ...], int]()
+        for one in self.by_site.values():
+            places.setdefault(one.lines_at, len(places))
+        return sorted(self.by_site.values(), key=lambda one: (places[one.lines_at], not one.site[-1]))
+
+    def is_between_ctas_too(self, fault: Fault) -> bool:
+        """Whether two CTAs have been found at the lines of `fault`."""
+        return (*fault.lines_at, True) in self.by_site
 
 
 _TAKES: ContextVar[Callable[[Fault], None] | None] = ContextVar("takes", default=None)

@@ -66,7 +66,10 @@ class SourceLike(Protocol):
 
 
 class AccessLike(Protocol):
-    """The other access: `who` did `did` (such as "wrote") at PTX `line`, 0 if unknown. `source` is innermost first."""
+    """The other access: `who` did `did` (such as "wrote") at PTX `line`, 0 if unknown. `source` is innermost first.
+
+    `elsewhere`: in a race, it is of another CTA.
+    """
 
     @property
     def who(self) -> str: ...
@@ -76,6 +79,8 @@ class AccessLike(Protocol):
     def line(self) -> int: ...
     @property
     def source(self) -> Sequence[SourceLike]: ...
+    @property
+    def elsewhere(self) -> bool: ...
 
 
 class FaultLike(Protocol):

@@ -101,7 +101,7 @@ class Session:
     @property
     def findings(self) -> Sequence[Fault]:
         """Faults that the last launch or call was found to have, one per site."""
-        return tuple(self._found.by_site.values())
+        return tuple(self._found.worse_first)
 
     def whereabouts(self) -> str:
         """Where the running launch is, in the words of a deadlock report; "" if none runs."""
@@ -263,7 +263,7 @@ class Session:
                     _place(fault, ptx)
                 if fault.rule in AT_SHARED and fault.address is not None:
                     fault.spot = self._spot(ptx, fault.kernel, fault.address)
-                if fault.rule == "global-race":
+                if fault.rule == "global-race" and not self._found.is_between_ctas_too(fault):
                     _say_copies(fault, ptx)
                 fault.source = source_of(ptx, fault.line)
                 if fault.other is not None:
@@ -326,7 +326,7 @@ def _say_copies(fault: Fault, ptx: str) -> None:
     Where a block has fewer elements than threads, Triton gives an element to several warps: all load it, one stores it.
     """
     other = fault.other
-    if other is None or not other.line or " of " in other.who:
+    if other is None or not other.line:
         return
     lines = ptx.splitlines()
     mine, theirs = lines[fault.line - 1].strip(), lines[other.line - 1].strip()

@@ -95,6 +95,10 @@ class Agents:
         told[agent] = START
         return told
 
+    def is_elsewhere(self, agent: int, warp: int) -> bool:
+        """Whether `agent` is a warp of another CTA than `warp` is."""
+        return agent < self.first_engine and agent // self.warps_per_cta != warp // self.warps_per_cta
+
     def tensor_core(self, rank: int) -> int:
         """The first index of a CTA's tensor core."""
         return self.first_engine + rank * (1 + ACCUMULATORS)

@@ -491,10 +491,11 @@ class GlobalRaces:
         for access, at, line in shadow.one_a_line(accesses.granules, late, marks):
             offset, who = shadow.offset_in(buffer, at), self.name(int(marks[at]), warp)
             did = "wrote" if wrote else "read"
+            other = OtherAccess(who, did, line, elsewhere=_is_elsewhere(int(marks[at]), warp))
             report(Fault("global-race", f"byte {offset} of `{buffer.name}` {accesses.action}, but nothing orders that "
                          f"after {who} {did} it{at_line(line)}: a barrier, or a release and an acquire of gpu scope, "
                          "with fences if they are relaxed, is missing", lane=accesses.lane(access),
-                         other=OtherAccess(who, did, line)))  # fmt: skip
+                         other=other))  # fmt: skip
 
     def _check_scopes(self, accesses: GlobalAccesses, strong: Strong) -> None:
         """Report strong writes before a `strong` access that are not morally strong with it, and not ordered before."""
@@ -516,7 +517,8 @@ class GlobalRaces:
             place, mark = f"byte {shadow.offset_in(accesses.buffer, at)} of `{accesses.buffer.name}`", shadow.writer[at]
             short = 0 if shadow.scopes is None else int(shadow.scopes[at])
             far = int(distance[granules == at][0])
-            report_narrow(place, strong, short, far, OtherAccess(self.name(int(mark), warp), "wrote", line),
+            other = OtherAccess(self.name(int(mark), warp), "wrote", line, elsewhere=far > 0)
+            report_narrow(place, strong, short, far, other,
                           lane=accesses.lane(access), address=None)  # fmt: skip
 
     def _check_met(self, accesses: GlobalAccesses) -> None:
@@ -634,6 +636,12 @@ class GlobalRaces:
 
 def _inside(buffer: Buffer, addresses: Addresses, size: int) -> bool:
     return int(addresses.min()) >= buffer.base and int(addresses.max()) + size <= buffer.end
+
+
+def _is_elsewhere(mark: int, warp: Accessor) -> bool:
+    """Whether a warp of another CTA than that of `warp` left `mark`, or a copy of another cluster."""
+    serial, agent, _ = parts_of(mark)
+    return serial != warp.agents.serial or warp.agents.is_elsewhere(agent, warp.agent)
 
 
 def _late(found: Addresses, warp: Accessor) -> npt.NDArray[np.bool_]:

@@ -351,7 +351,7 @@ class SharedMemory:
         if spared is not None:
             narrow &= ~spared
         for lane, at, line in list(_one_a_line(cells, narrow, marks.line)):
-            other = OtherAccess(self.agents.name(agent_of(int(marks.stamp[at]))), "wrote", line)
+            other = OtherAccess(self.agents.name(agent_of(int(marks.stamp[at]))), "wrote", line, elsewhere=True)
             short = 0 if self.scopes is None else int(self.scopes[marks.unit * at])
             report_narrow(f"this {marks.name}", strong, short, 1, other, lane=lane, address=marks.unit * at)
 
@@ -443,8 +443,7 @@ class SharedMemory:
             late = (epochs[granules] > clock.seen[agent]) & ((read[granules] & bits) != 0)
             if count_nonzero(late):
                 for lane, at, line in _one_a_line(granules, late, lines):
-                    self._collide(lane, self.reads.granules, at, "overwritten",
-                                  OtherAccess(self.agents.name(agent, line), "read", line))  # fmt: skip
+                    self._collide(lane, self.reads.granules, at, "overwritten", (agent, "read", line))
         if narrow:
             return
         self.many_readers[granules] = False
@@ -526,9 +525,13 @@ class SharedMemory:
                              "into it has not been waited for", lane=lane, address=marks.unit * at,
                              other=OtherAccess(self.agents.copy_at(line), "writes", line)))  # fmt: skip
             else:
-                self._collide(lane, marks, at, action, OtherAccess(self.agents.name(agent, line), did, line))
+                self._collide(lane, marks, at, action, (agent, did, line))
 
-    def _collide(self, lane: int | None, marks: Marks, cell: int, action: str, other: OtherAccess) -> None:
+    def _collide(self, lane: int | None, marks: Marks, cell: int, action: str, by: tuple[int, str, int]) -> None:
+        """Report a race with what an agent did at a PTX line. `lane` None: with an asynchronous operation."""
+        agent, did, line = by
+        elsewhere = lane is not None and self.agents.is_elsewhere(agent, self.agents.acting())
+        other = OtherAccess(self.agents.name(agent, line), did, line, elsewhere=elsewhere)
         report(Fault("race", f"this {marks.name} is {action}, but nothing orders that after {other.who} {other.did} it"
                      f"{at_line(other.line)}: a barrier, an mbarrier wait or a wait for "
                      "a group is missing", lane=lane, address=marks.unit * cell, other=other))  # fmt: skip

@@ -607,6 +607,24 @@ def test_a_race_of_copies_of_one_element_names_its_cause() -> None:
         assert (found.rule, "copies of one element" in found.detail) == ("global-race", copies), found
 
 
+def test_an_update_that_two_ctas_lose_is_no_race_of_copies() -> None:
+    """Warps of one CTA race at the same two lines, and are said behind the CTAs, without a word about copies."""
+    lost = (
+        "ld.global.u32 %r4, [%rd1];\n add.u32 %r4, %r4, 1;\n setp.eq.u32 %p2, %r1, 0;\n @%p2 st.global.u32 [%rd1], %r4;"
+    )
+    of_first = "warp 0 of CTA (0, 0, 0)"
+    # The third is of the store with itself.
+    for grid, pairs in ((1, ["warp 0"]), (4, [of_first, "warp 0", of_first])):
+        device = Device("sm_100a")
+        fault = launched(device, f"{lost}\n bar.sync 0;\n ret;", grid=grid)
+        assert fault is not None
+        said = [one.other.who for one in device.findings if one.other is not None]
+        assert said == pairs, device.findings
+        assert ("changes no result" in str(fault)) == (grid == 1), fault
+        harmless = [one for one in device.findings if "changes no result" in one.detail]
+        assert len(harmless) == (grid == 1), harmless
+
+
 def test_a_file_in_the_folder_of_the_run_has_a_relative_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ledger = Ledger()
