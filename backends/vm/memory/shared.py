@@ -85,9 +85,9 @@ class SharedMemory:
     `unfenced_overwrites` counts bulk copies over what threads have read with no proxy fence in between. `allocs`: PTX
     lines of tcgen05.alloc, whose result word counts as such a read when a copy overwrites it. `copied`: PTX lines of
     cp.async whose threads have waited for them. `scopes`: of the last strong writes, by byte; None until one leaves
-    other CTAs of the cluster out. `comparisons`: the last compare-and-swap that failed, by
-    byte; None until one does. `first`: the first byte that the kernel may access; 0 for one that is `of_system`,
-    whose reserved bytes have some value. `place`: this memory for compiled code; None when an observer wants every
+    other CTAs of the cluster out. `comparisons`: by byte and agent, epoch and PTX line of its last compare-and-swap
+    there that failed. `first`: the first byte that the kernel may access; 0 for one that is `of_system`, whose
+    reserved bytes have some value. `place`: this memory for compiled code; None when an observer wants every
     access.
     """
 
@@ -116,7 +116,7 @@ class SharedMemory:
         self.allocs: set[int] = set()
         self.copied: set[int] = set()
         self.scopes: Scopes | None = None
-        self.comparisons: Marks | None = None
+        self.comparisons: dict[int, dict[int, tuple[int, int]]] = {}
         self.place: MemoryWords | None = MemoryWords(
             self.first, self.size, self.data, self.defined, self.in_flight, self.divided, self.many_readers,
             agents.releases.partial, agents.reads.partial, agents.reads.last, self._reader_words, self.divided.size,
@@ -309,20 +309,25 @@ class SharedMemory:
         granules = _granules(index)
         if self.agents.size > 1 and (strong.short or self.scopes is not None):
             self._check_scopes(granules, clock, strong, stamp, index)
-        if self.comparisons is None:
-            self._have_bytes()  # Machine code looks at marks of bytes where any bit of `divided` is set.
-            self.comparisons = Marks.of(self.data.size, 1)
-        self.comparisons.note(index, stamp, self.agents.line())
+        self._have_bytes()  # Machine code looks at marks of bytes where any bit of `divided` is set.
+        comparison = stamp & EPOCH_MASK, self.agents.line()
+        for byte in np.unique(index).tolist():
+            self.comparisons.setdefault(byte, {})[agent_of(stamp)] = comparison
         self.divided[granules] |= COMPARED
 
     def _check_comparers(self, granules: Granules, clock: Clock, index: Cells | None = None) -> None:
         """Check that failed compare-and-swaps on `granules`, or on their bytes `index`, precede a weak overwrite."""
-        if self.comparisons is None:
+        if not self.comparisons:
             return
         cells = bytes_of(granules) if index is None else index
-        late = unordered(self.comparisons.stamp[cells], clock.seen)
-        if late is not None:
-            self._race(self.comparisons, cells, late, "overwritten", "read")
+        compared = (self.divided[cells // GRANULE] & COMPARED) != 0
+        told = set[int]()
+        for where, byte in zip(np.argwhere(compared).tolist(), cells[compared].tolist(), strict=True):
+            for agent, (epoch, line) in sorted(self.comparisons.get(byte, {}).items()):
+                if epoch > clock.seen[agent] and line not in told:
+                    told.add(line)
+                    lane = where[0] if cells.ndim == 2 else None
+                    self._collide(lane, self.writes.of_bytes, byte, "overwritten", (agent, "read", line))
 
     def _note_scope(self, index: Addresses, strong: Strong) -> None:
         """Record the scope of a strong write, if another CTA could be left out."""

@@ -207,6 +207,35 @@ def test_what_follows_a_swap_that_fails_in_shared_memory(name: str, cluster: int
     assert_clean(kernel, {}, EVERY_SCHEDULE)
 
 
+MEETS = """.shared .align 4 .b32 word; setp.ne.u32 %p1, %tx, 0; @!%p1 st.shared.b32 [word], 0;
+bar.sync 0;
+mov.u32 %r1, word; setp.eq.u32 %p2, %warp, 0; setp.eq.u32 %p3, %warp, 1; setp.ne.u32 %p4, %lane, 0; @%p4 bra MEET;
+@%p2 bra FIRST; @%p3 bra SECOND; bra MEET;
+FIRST: {look} st.relaxed.gpu.global.b32 [%flag], 1; bra MEET;
+SECOND: ld.relaxed.gpu.global.b32 %r2, [%flag]; setp.eq.u32 %p1, %r2, 0; @%p1 bra SECOND; {look}
+MEET: @%p2 bra {out};
+bar.sync 1, {met};
+@%p3 bra END; @%p4 bra END;
+st.shared.b32 [%r1], 3; //!
+END: bar.sync 0; ret;
+LATE: bar.sync 1, 96; bra END;"""
+
+
+@pytest.mark.parametrize(
+    "look", ["atom.shared.cas.b32 %r4, [%r1], 5, 7;", "ld.shared.b32 %r4, [%r1];"], ids=["cas", "load"]
+)
+@pytest.mark.parametrize("all_meet", [False, True])
+def test_a_later_swap_that_fails_hides_no_earlier_one(look: str, all_meet: bool) -> None:
+    """Warps 0 and 1 look, in this order, and warp 2 meets warp 1, or both, before it overwrites what they saw."""
+    out, met = ("LATE", 96) if all_meet else ("END", 64)
+    body = MEETS.format(look=look, out=out, met=met)
+    kernel = Kernel(body, {"flag": np.zeros(1, np.uint32)}, block=(96, 1, 1))
+    if all_meet:
+        assert_clean(kernel, {}, EVERY_SCHEDULE)
+    else:
+        assert_blamed(kernel, "race", "is overwritten", "after warp 0 read it")
+
+
 @pytest.mark.parametrize("expected", [FAILS, SUCCEEDS])
 def test_an_overlapping_launch_overwrites_what_was_compared(expected: int) -> None:
     first, second = f"{swap('gpu', expected)} ret;", "st.global.b32 [%word], 3; ret;"
