@@ -75,10 +75,11 @@ def cp_async(b: Binder) -> Step:
 
         def perform() -> None:
             hidden: list[tuple[int, Mask, Origin]] = []
-            for address, offset, bytes_ in zip(sources.tolist(), offsets.tolist(), valid.tolist(), strict=True):
+            each = zip(lanes.tolist(), sources.tolist(), offsets.tolist(), valid.tolist(), strict=True)
+            for lane, address, offset, bytes_ in each:
                 piece = np.zeros(size, np.uint8)
                 if bytes_:
-                    buffer = warp.cta.machine.memory.find(address, bytes_, "cp.async")
+                    buffer = warp.cta.machine.memory.find(address, bytes_, "cp.async", lane)
                     at = address - buffer.base
                     piece[:bytes_] = buffer.data[at : at + bytes_]
                     if buffer.state is not None and (missing := buffer.missing(np.array([at]), bytes_)) is not None:
@@ -174,7 +175,7 @@ def copy_arrive(b: Binder) -> Step:
             landed.seen[group.agent] = warp.cta.cluster.copy_serial
             group.hand_over()
         for (cta, offset), lanes in find(warp):
-            barrier = cta.mbarrier(offset, warp.clock)
+            barrier = cta.mbarrier(offset, warp.clock, lanes[0])
             if increments:
                 barrier.pending += len(lanes)
             perform = partial(_arrive, barrier, len(lanes), landed, f"the cp.async.mbarrier.arrive of PTX line {line}")

@@ -92,7 +92,7 @@ def transactions(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         warp.cta.machine.engine.repeat()
         for (cta, offset), lanes in find(warp):
-            barrier = cta.mbarrier(offset, warp.clock)
+            barrier = cta.mbarrier(offset, warp.clock, lanes[0])
             total = int(warp.u32[row][lanes].sum())
             if expects:
                 barrier.expect(total)
@@ -130,7 +130,7 @@ def arrive(b: Binder) -> Step:
     def step(warp: Warp) -> None:
         warp.cta.machine.engine.repeat()
         for (cta, offset), lanes in find(warp):
-            barrier = cta.mbarrier(offset, warp.clock)
+            barrier = cta.mbarrier(offset, warp.clock, lanes[0])
             if token is not None:
                 warp.u64[token][lanes] = _token(barrier)
             given = warp.u32[row][lanes] if row is not None else None
@@ -180,7 +180,7 @@ def _bind_wait(b: Binder) -> tuple[int, Callable[[Warp], tuple[npt.NDArray[np.bo
         asked: list[tuple[MBarrier, int]] = []
         values = warp.u32[row] if by_parity else warp.u64[row] >> np.uint64(63)
         for (cta, offset), lanes in find(warp):
-            barrier = cta.mbarrier(offset, warp.clock)
+            barrier = cta.mbarrier(offset, warp.clock, lanes[0])
             told = values[lanes].tolist()
             parities = dict.fromkeys(told)
             for parity in parities:
@@ -207,7 +207,7 @@ def _unread(find: Callable[[Warp], Iterator[tuple[Where, list[int]]]], what: str
 
     def step(warp: Warp) -> object:
         for (cta, offset), lanes in find(warp):
-            cta.mbarrier(offset, warp.clock)
+            cta.mbarrier(offset, warp.clock, lanes[0])
             report(Fault("wait-result-unread", f"nothing reads the result of this {what}: it may be false, so the wait "
                          "orders nothing, and the program goes on in either case", lane=lanes[0],
                          address=offset))  # fmt: skip

@@ -392,16 +392,16 @@ def _atomic(b: Binder, d: Operand | None, a: Operand, sources: tuple[Operand, ..
         held = element.numbers(found if element.kind == "b128" else found[:, 0])
         returned: list[int | float] = []
         written = np.full(len(held), not compares)
+        by = lanes[first].copy()
         values = [element.numbers(getattr(warp, view)[row][lanes]) for row in rows]
         for position, place in enumerate(which):
             operands = [column[position] for column in values]
             returned.append(held[place])
-            if compares:
-                written[place] |= held[place] == operands[0]
+            if compares and not written[place] and held[place] == operands[0]:
+                written[place], by[place] = True, lanes[position]
             new: int | float = change(held[place], *operands, *[None] * (2 - len(operands)))
             held[place] = element.wrapped(new)
         stored = np.ascontiguousarray(element.words(held).reshape(len(held), -1)).view(np.uint8)
-        by = lanes[first]
         if count_nonzero(written) < written.size:
             access.compare(warp, space, places[~written], element.size, failed, by[~written])
             places, stored, by = places[written], stored[written], by[written]

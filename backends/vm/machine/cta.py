@@ -198,7 +198,7 @@ class Cta:
         return address & OFFSET_MASK
 
     def init_mbarrier(self, offset: int, count: int, warp: Warp) -> None:
-        """`mbarrier.init` at a shared offset by `warp`."""
+        """`mbarrier.init` at a shared offset by `warp`, for the lanes of the innermost ByLanes."""
         known = self.mbarriers.get(offset)
         if known is not None and known.unused and known.expected == count:
             other = self._initialised(known)
@@ -207,7 +207,7 @@ class Cta:
             return
         if known is not None:
             raise Fault("mbarrier-misuse", "mbarrier.init where an mbarrier already lies (mbarrier.inval comes first)",
-                        address=offset)  # fmt: skip
+                        lane=0, address=offset)  # fmt: skip
         self.smem.check_region(offset, 8, "mbarrier.init")
         made = MBarrier.create(offset, count)
         made.line = warp.line
@@ -224,17 +224,20 @@ class Cta:
         self.smem.in_flight[offset // 4 : offset // 4 + 2] = 0
         self.smem.defined[offset : offset + 8] = False
 
-    def mbarrier(self, offset: int, clock: Clock | None = None) -> MBarrier:
-        """The live mbarrier at a shared offset. If `clock` is given, the initialisation must be ordered before it."""
+    def mbarrier(self, offset: int, clock: Clock | None = None, lane: int | None = None) -> MBarrier:
+        """The live mbarrier at a shared offset. If `clock` is given, the initialisation must be ordered before it.
+
+        `lane`: the lane of the warp that asks for it, if one does.
+        """
         found = self.mbarriers.get(offset)
         if found is None:
             known = ", ".join(f"{at:#x}" for at in sorted(self.mbarriers)) or "none"
             raise Fault("mbarrier-misuse", f"no mbarrier has been initialised here; live ones of this CTA: {known}",
-                        address=offset)  # fmt: skip
+                        lane=lane, address=offset)  # fmt: skip
         if clock is not None and clock.seen[found.creator] < found.created:
             other = self._initialised(found)
             report(Fault("mbarrier-misuse", f"nothing orders this after the mbarrier.init by {other.who}: a barrier is "
-                         "missing between the two", address=offset, other=other))  # fmt: skip
+                         "missing between the two", lane=lane, address=offset, other=other))  # fmt: skip
         return found
 
     def _initialised(self, barrier: MBarrier) -> OtherAccess:

@@ -184,13 +184,14 @@ class GlobalMemory:
         del self._bases[index], self._buffers[index]
         self.loaded_by_map.clear()
 
-    def find(self, address: int, size: int, access: str) -> Buffer:
-        """The buffer that holds bytes address .. address + size - 1."""
+    def find(self, address: int, size: int, access: str, lane: int | None = None) -> Buffer:
+        """The buffer that holds bytes address .. address + size - 1. `lane`: the lane of the warp that asks for it."""
         index = bisect.bisect(self._bases, address) - 1
         if index >= 0 and address + size <= self._buffers[index].end:
             return self._buffers[index]
         where = f"outside of every buffer{self.nearest(address, size)}"
-        raise Fault("out-of-bounds", f"{access} of {counted(size, 'byte')} is {where}")
+        said = f"{access} of {counted(size, 'byte')} is {where}"
+        raise Fault("out-of-bounds", said, lane=lane, named=lane is not None)
 
     def nearest(self, address: int, size: int = 1) -> str:
         """The end of a sentence about `size` bytes that no buffer holds: names the buffer that holds the first of them,

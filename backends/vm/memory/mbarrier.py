@@ -58,7 +58,10 @@ class MBarrier:
         """`mbarrier.init`: phase 0, `count` arrivals expected (1 .. 2^20-1)."""
         if not 1 <= count <= MAX_COUNT:
             raise Fault(
-                "mbarrier-misuse", f"mbarrier.init with count {count}, which must be 1..{MAX_COUNT}", address=offset
+                "mbarrier-misuse",
+                f"mbarrier.init with count {count}, which must be 1..{MAX_COUNT}",
+                lane=0,
+                address=offset,
             )
         return cls(offset, count, count)
 

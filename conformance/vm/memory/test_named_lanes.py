@@ -110,6 +110,49 @@ def test_an_order_leaves_nothing_to_name(name: str) -> None:
     assert_clean(kernel_of(FAULTS[name], ("release", "acquire")), {}, EVERY_SCHEDULE)
 
 
+BEYOND = "selp.b64 %rd1, 65536, 0, %p5; add.u64 %rd1, %rd1, %word; mad.lo.u32 %r8, %lane, 4, %r7;"
+ALONE = {
+    "a source of cp.async": (
+        "out-of-bounds", f"{BEYOND}\ncp.async.ca.shared.global [%r8], [%rd1], 4; //!\ncp.async.wait_all;"),
+    "an arrival at no mbarrier": (
+        "mbarrier-misuse", "@%p5 mbarrier.arrive.shared::cta.b64 _, [%r7]; //!"),
+    "a wait at no mbarrier": (
+        "mbarrier-misuse", "@%p5 mbarrier.test_wait.parity.shared::cta.b64 %p1, [%r7], 0; //!"),
+    "an arrival of cp.async at no mbarrier": (
+        "mbarrier-misuse", "@%p5 cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r7]; //!"),
+    "a count of 0": (
+        "mbarrier-misuse", "mov.u32 %r3, 0;\n@%p5 mbarrier.init.shared::cta.b64 [%r7], %r3; //!"),
+    "an mbarrier anew": (
+        "mbarrier-misuse", "setp.eq.u32 %p1, %lane, 0; @%p1 mbarrier.init.shared::cta.b64 [%r7], 1;\n"
+        "bar.warp.sync -1;\n@%p5 mbarrier.init.shared::cta.b64 [%r7], 2; //!"),
+}  # fmt: skip
+"""What one warp does: the lane at fault is LANE, alone or among 32."""
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_fault_without_another_access_names_its_lane(name: str) -> None:
+    rule, steps = ALONE[name]
+    body = f""".shared .align 16 .b8 told[128]; mov.u32 %r7, told; setp.eq.u32 %p5, %lane, {LANE};
+    {steps}
+    ret;"""
+    kernel = Kernel(body, {"word": np.zeros(4, np.uint32)})
+    for schedule in EVERY_SCHEDULE:
+        one = fault_of(kernel, schedule)
+        assert one is not None, f"{schedule}: nothing was found"
+        assert (one.rule, one.lane, one.line) == (rule, LANE, kernel.blamed_line), f"{schedule}: {one}"
+
+
+@pytest.mark.parametrize("lane", [LANE, OTHER])
+def test_a_swap_is_by_the_lane_whose_comparison_held(lane: int) -> None:
+    """The word is 0. LANE and OTHER compare it, one of them with 5 and `lane` with 0."""
+    held = f"setp.ne.u32 %p1, %lane, {lane}; selp.b32 %r3, 5, 0, %p1;"
+    swap = f"{held} @%p6 atom.relaxed.gpu.global.cas.b32 %r4, [%word], %r3, 9; //!"
+    found, _ = collected(kernel_of(Planted("global-race", "ld.global.b32 %r3, [%word];", swap)))
+    assert [(one.rule, one.lane) for one in found] == [("global-race", lane)], [str(one) for one in found]
+    assert_clean(kernel_of(Planted("", "ld.global.b32 %r3, [%word];", swap), ("release", "acquire")),
+                 {"word": np.array([9, 0, 0, 0])}, EVERY_SCHEDULE)  # fmt: skip
+
+
 def test_lanes_of_an_access_within_an_access() -> None:
     """The innermost lanes count, once; outside of an access the lane is one of the warp already."""
 
