@@ -150,6 +150,8 @@ def _take(
         values, hidden = cta.smem.load(
             offsets, size, warp.clock, warp.stamp, strong=strong, lanes=by, meetings=warp.meetings
         )
+        if strong is not None and warp.watch is not None:
+            warp.watch.note(cta.smem.data, offsets, values)
         return values, None if hidden is None else Missing(hidden, cta.smem.origin_of(_first(offsets, hidden), 0))
     if space == "param":
         return load_parameter(warp, addresses, size), None
@@ -163,7 +165,10 @@ def _take(
         machine.races.read(buffer, addresses, size, warp, warp.stamp, lanes=lanes, constant=constant)
     elif buffer.writable and strong is not None and strong.kind == "load":
         machine.races.read_strongly(buffer, addresses, size, warp, strong)
-    return read_pieces(buffer.data, offsets, size), missing_in(buffer, offsets, size)
+    values = read_pieces(buffer.data, offsets, size)
+    if strong is not None and warp.watch is not None:
+        warp.watch.note(buffer.data, offsets, values)
+    return values, missing_in(buffer, offsets, size)
 
 
 def check_acquired(

@@ -25,8 +25,13 @@ GIVE_UP = 1 / 16
 """The probability per turn that a random schedule lets a wait that may time out (mbarrier.try_wait) do so."""
 
 
+VAIN = 1 / 16
+"""The probability per turn that a random schedule also picks from the warps that poll in vain while others can move."""
+
+
 class Schedule(Protocol):
     """A policy. `defers`: whether operations outlive their issue; `resident`: clusters in flight at a time.
+    `watches_polls`: it asks which warps poll in vain.
 
     Clusters start in ascending order and allocations get the first free place, unless the policy chooses others.
     """
@@ -34,6 +39,7 @@ class Schedule(Protocol):
     name: str
     defers: bool
     resident: int
+    watches_polls: bool = False
 
     def order(self, count: int) -> list[int]:
         """The order in which `count` clusters are launched."""
@@ -157,10 +163,14 @@ class Late(Schedule):
 
 
 class Random(Schedule):
-    """Picks any warp that can move, or any operation that may end, for a short turn; reproducible from its seed."""
+    """Picks any warp that can move, or any operation that may end, for a short turn; reproducible from its seed.
+
+    Warps that poll in vain are seldom picked while others can move: many of them would keep the others from it.
+    """
 
     defers = True
     resident = 2
+    watches_polls = True
 
     def __init__(self, seed: int) -> None:
         self.name = f"random:{seed}"
@@ -192,12 +202,24 @@ class Random(Schedule):
         if self._random.random() < GIVE_UP and run.expire_one(self._random):
             return True
         self._look_for_spinning(run)
+        moving = [warp for warp in warps if not warp.polls_in_vain]
+        if len(moving) < len(warps) and (moving or operations) and self._random.random() >= VAIN:
+            warps = moving
+        elif not moving and not operations:
+            run.admit_one_more()
         choice = self._random.randrange(len(warps) + len(operations))
         if choice < len(warps):
-            run.advance(warps[choice], self._random.randint(1, 4))
+            self._advance(warps[choice], run)
         else:
             run.engine.perform(operations[choice - len(warps)])
         return True
+
+    def _advance(self, warp: Warp, run: Run) -> None:
+        if warp.watch is not None:
+            warp.watch.begin(run.engine.events)
+        run.advance(warp, self._random.randint(1, 4))
+        if warp.watch is not None:
+            warp.watch.end(run.engine.events)
 
     def _look_for_spinning(self, run: Run) -> None:
         self.quiet_turns = self.quiet_turns + 1 if run.engine.events == self.events else 0

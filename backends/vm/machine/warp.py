@@ -42,6 +42,7 @@ from backends.vm.machine.code import (
     lanes_in,
 )
 from backends.vm.machine.engine import CopyGroups
+from backends.vm.machine.poll_watch import PollWatch
 from backends.vm.machine.undefined import BecameUndefined, Carrier, UndefinedRegisters
 from backends.vm.memory.access_code import CHANGES
 from backends.vm.memory.clocks import START, Carried, Clock, Snapshot, stamp
@@ -230,6 +231,7 @@ class Warp:
         self.stored_at = self.stored_globally_at = 0
         self.acquires = LaneAcquires()
         self.gatherings: dict[int, Gathering] = {}
+        self.watch = PollWatch() if cta.machine.schedule.watches_polls else None
 
     @cached_property
     def local(self) -> LocalMemory:
@@ -578,6 +580,8 @@ class Warp:
             if block.polls_memory():
                 polls = polls + 1 if engine.events == events else 0
                 events = engine.events
+                if self.watch is not None:
+                    self.watch.after(self.block, events)
             if len(self.strands) > 1:
                 self.turns.after_block(self, block)
         return done
@@ -642,6 +646,14 @@ class Warp:
                 strand.mask = strand.mask | other.mask
                 self.strands.remove(other)
         self.set_mask(strand.mask)
+
+    @property
+    def polls_in_vain(self) -> bool:
+        """Whether it polls memory in which nothing has changed, and no other of its lanes could run."""
+        watch, (first, *others) = self.watch, self.strands
+        if watch is None or first.wait is not None or not watch.in_vain(self.cta.machine.engine.events):
+            return False
+        return not any(one.able for one in others)
 
     @property
     def idle(self) -> bool:

@@ -333,3 +333,43 @@ def test_a_warp_that_polls_is_not_run_for_long(schedule: str) -> None:
     st.release.gpu.global.u32 [%out], 1; ret;"""
     _, counters = Kernel(body, {"out": np.zeros(1, np.uint32)}, grid=(2, 1, 1)).run(schedule)
     assert counters["instructions_memory"] < 500, "the polls take longer than what they wait for"
+
+
+CHAIN = """setp.ne.u32 %p1, %tx, 0; @%p1 bra END;
+mul.wide.u32 %rd1, %cta, 4; add.u64 %rd1, %rd1, %flags;
+setp.eq.u32 %p2, %cta, 0; @%p2 bra SET;
+POLL: ld.acquire.gpu.global.b32 %r2, [%rd1+-4]; setp.eq.u32 %p3, %r2, 0; @%p3 bra POLL;
+SET: {store} [%rd1], 1;
+END: ret;"""
+
+
+@pytest.mark.parametrize("schedule", ["random:0", "random:1"])
+def test_ctas_that_poll_in_vain_do_not_keep_others_from_moving(schedule: str) -> None:
+    """Each CTA waits for the one before it, so that only one of them can move."""
+    ctas = 96
+    flags = {"flags": np.zeros(ctas, np.uint32)}
+    kernel = Kernel(CHAIN.format(store="st.release.gpu.global.b32"), flags, grid=(ctas, 1, 1))
+    data, counters = kernel.run(schedule)
+    assert data["flags"].all()
+    assert counters["instructions_memory"] < 100 * ctas
+
+
+@pytest.mark.parametrize("schedule", ["random:0", "random:1"])
+def test_a_chain_with_a_gap_is_a_deadlock_still(schedule: str) -> None:
+    skipped = "setp.ne.u32 %p4, %cta, 3; @%p4 st.release.gpu.global.b32"
+    kernel = Kernel(CHAIN.format(store=skipped), {"flags": np.zeros(8, np.uint32)}, grid=(8, 1, 1))
+    fault = fault_of(kernel, schedule)
+    assert fault is not None
+    assert fault.rule == "deadlock"
+
+
+@pytest.mark.parametrize("schedule", ["random:0", "random:1", "random:2"])
+def test_a_warp_that_polls_a_number_of_times_goes_on(schedule: str) -> None:
+    """Warp 1 gives up after 1000 polls and tells warp 0, which polls in vain until then, as does warp 1."""
+    body = """mov.u32 %r1, 0; setp.ne.u32 %p1, %lane, 0; @%p1 bra END; setp.eq.u32 %p2, %warp, 0; @%p2 bra WAIT;
+    TRY: ld.relaxed.gpu.global.b32 %r2, [%never]; add.u32 %r1, %r1, 1; setp.lt.u32 %p3, %r1, 1000; @%p3 bra TRY;
+    st.relaxed.gpu.global.b32 [%flag], 1; bra END;
+    WAIT: ld.relaxed.gpu.global.b32 %r2, [%flag]; setp.eq.u32 %p3, %r2, 0; @%p3 bra WAIT;
+    END: ret;"""
+    flags = {"flag": np.zeros(1, np.uint32), "never": np.zeros(1, np.uint32)}
+    assert_clean(Kernel(body, flags, block=(64, 1, 1)), {"flag": np.ones(1)}, [schedule])
