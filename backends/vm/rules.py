@@ -146,8 +146,9 @@ _ALL = (
     ),
     _error(
         "deadlock", "9.7.13", "All warps wait or spin, and nothing can change any more.",
-        "Compare the waits with the arrivals: counts, phases and transaction bytes of the barriers that the finding "
-        "names.",
+        "Find out who should end the wait that the finding names. An mbarrier needs its arrivals and its bytes, and a "
+        "wait the right parity; a barrier needs all its threads; a flag needs the CTA that sets it, to the value and "
+        "in the place that the loop polls, before it waits itself; tensor memory needs columns that another one frees.",
     ),
     _error(
         "runaway", "", "The launch executes more steps than its budget.",
@@ -570,7 +571,7 @@ FAMILIES: Final[Mapping[str, frozenset[str]]] = {
         "async-proxy": "missing-proxy-fence tensor-map-not-acquired copy-missing-proxy-fence unfenced-overwrite "
         "tensor-map-not-released",
         "unawaited-copies": "copy-not-awaited exit-with-pending-operation tensor-map-in-use exit-with-pending-store",
-        "mbarrier": "mbarrier-misuse deadlock mbarrier-reinitialised mbarrier-init-unfenced wait-result-unread",
+        "mbarrier": "mbarrier-misuse mbarrier-reinitialised mbarrier-init-unfenced wait-result-unread",
         "races": "race global-race scope-too-narrow dependent-launch-not-awaited",
         "lanes": "lanes-unordered",
         "cluster-life": "ended-cta peer-not-started remote-shared cta-pair async-to-own-cta async-without-cluster",

@@ -305,13 +305,29 @@ def spins(warp: Warp, blocks: Sequence[int] = ()) -> str:
 
 
 def _values(warp: Warp, one: Instruction) -> str:
-    """The registers of an instruction with their values in the first living lane."""
-    lane = int(np.argmax(warp.alive))
-    rows, types = warp.code.rows.rows, warp.code.function.registers
+    """The registers of an instruction with their values in the first lane that runs it; of an address in a buffer, its
+    byte there."""
+    loaded = set(_registers(one.operands[:1]))
+    polled = {
+        item.base.name: item.offset
+        for item in one.operands
+        if isinstance(item, Address) and isinstance(item.base, Register) and item.base.name not in loaded
+    }
     shown: list[str] = []
     for name in dict.fromkeys(_registers(one.operands)):
-        if name in rows and WIDTH_OF_TYPE[types[name]] <= 64:
-            width = WIDTH_OF_TYPE[types[name]]
-            value = int(getattr(warp, {1: "pred", 16: "u16", 32: "u32", 64: "u64"}[width])[rows[name][1]][lane])
-            shown.append(f"{name} = {value:#x}" if value > 9 else f"{name} = {value}")
+        if (value := _value(warp, name)) is not None:
+            at = value + polled.get(name, 0)
+            buffer = warp.cta.machine.memory.holding(at) if name in polled else None
+            said = f"{name} = {value:#x}" if value > 9 else f"{name} = {value}"
+            shown.append(said if buffer is None else f"byte {at - buffer.base} of `{buffer.name}`")
     return ", ".join(shown) or "no register"
+
+
+def _value(warp: Warp, name: str) -> int | None:
+    """A register of the first lane that runs; None if it has more than 64 bits or no row."""
+    lane = int(np.argmax(warp.strands[0].mask if warp.strands else warp.alive))
+    rows, types = warp.code.rows.rows, warp.code.function.registers
+    if name not in rows or WIDTH_OF_TYPE[types[name]] > 64:
+        return None
+    view = {1: "pred", 16: "u16", 32: "u32", 64: "u64"}[WIDTH_OF_TYPE[types[name]]]
+    return int(getattr(warp, view)[rows[name][1]][lane])

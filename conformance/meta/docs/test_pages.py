@@ -57,11 +57,14 @@ def test_a_rule_s_page_shows_its_rules(path: Path) -> None:
 
 
 def test_a_finding_names_the_page_that_names_its_rule() -> None:
+    """Or the table of all rules, if no page does, or several do and none fits whatever is found."""
     assert {f"docs/rules/{page}.md" for page in FAMILIES} == {str(path.relative_to(ROOT)) for path in RULES}
     for rule in MACHINE_RULES.values():
         named = [path for path in RULES if rule.slug in _named(path)]
         led = ROOT / rule.page
-        assert led in named or (led.name == "README.md" and not named), f"{rule.slug} leads to {led}, not to {named}"
+        assert led in named or (led.name == "README.md" and len(named) != 1), (
+            f"{rule.slug} leads to {led}, not to {named}"
+        )
 
 
 def test_the_table_leads_to_every_page_and_has_every_rule_of_them() -> None:

@@ -44,7 +44,21 @@ ld.shared.u32 %r2, [got]; setp.ne.u32 %p2, %r2, 7;
 """One thread tries for a lock, and the whole CTA learns through shared memory whether it got it. 7 means free."""
 SPINS = {
     "an empty loop": ("LOOP: bra LOOP;", "spins at PTX line"),
-    "a flag that nobody sets": (POLL, "`ld.relaxed.gpu.global.u32 %r1, [%out];`", "%r1 = 0", "%out = 0x7f4000000000"),
+    "a flag that nobody sets": (POLL, "`ld.relaxed.gpu.global.u32 %r1, [%out];`", "%r1 = 0, byte 0 of `out`)"),
+    "a word behind an address": (
+        "add.u64 %rd1, %out, 96;\n" + POLL.replace("[%out]", "[%rd1+-88]"),
+        "%r1 = 0, byte 8 of `out`)",
+    ),
+    "a flag in shared memory": (
+        ".shared .align 4 .b32 flag; mov.u32 %r5, flag; st.shared.u32 [%r5], 0; bar.sync 0;\n"
+        + POLL.replace("global", "shared").replace("gpu", "cta").replace("[%out]", "[%r5]"),
+        "%r1 = 0, %r5 = 0x400)",
+    ),
+    "an address that is loaded over": (
+        "mov.u64 %rd1, %out; st.global.u64 [%out], %out; bar.sync 0;\nLOOP: ld.relaxed.gpu.global.u64 %rd1, [%rd1];\n"
+        "bra LOOP;",
+        "%rd1 = 0x7f4000000000)",
+    ),
     "a test_wait that is never true": (
         f"{ONE}{INIT}\nLOOP: mbarrier.test_wait.parity.shared::cta.b64 %p2, [mbar], 0;\n@!%p2 bra LOOP;",
         "`mbarrier.test_wait.parity.shared::cta.b64 %p2, [mbar], 0;`",
