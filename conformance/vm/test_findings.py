@@ -795,11 +795,3 @@ def test_a_line_of_ptx_names_its_source_and_who_called_it() -> None:
 
 def test_the_stages_of_the_kernels_here_are_there() -> None:
     assert {"publish", "before", "wait", "read"} <= set(STAGES), "the kernels above replace these stages"
-
-
-def test_the_remedy_of_a_deadlock_is_about_each_kind_of_wait() -> None:
-    """One text serves them all, so it may not be about mbarriers alone, nor send the reader to their page."""
-    rule = RULES["deadlock"]
-    assert rule.page == "docs/rules/README.md"
-    for one in ("mbarrier", "barrier needs all its threads", "flag", "tensor memory"):
-        assert one in rule.mend, rule.mend

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from backends.vm.faults import Fault
+from backends.vm.rules import RULES
 from conformance.vm.kernel import SYNC, Kernel, assert_clean, init, wait
 
 OUT = np.zeros(64, np.uint32)
@@ -429,3 +430,11 @@ def test_a_clock_that_ends_what_recurs() -> None:
     LOOP: mov.u64 %rd2, %clock64; sub.u64 %rd2, %rd2, %rd1; setp.gt.u64 %p2, %rd2, 9000; @%p2 bra STOP; {UNTIL}
     STOP: add.u32 %r2, %r2, 1; setp.lt.u32 %p3, %r2, 6000; @%p3 bra STOP; st.global.u32 [%out], 7; ret;"""
     assert_clean(Kernel(body, {"out": OUT}), {"out": np.r_[7, OUT[1:]]}, SCHEDULES)
+
+
+def test_the_remedy_of_a_deadlock_is_about_each_kind_of_wait() -> None:
+    """One text serves them all, so it may not be about mbarriers alone, nor send the reader to their page."""
+    rule = RULES["deadlock"]
+    assert rule.page == "docs/rules/README.md"
+    for one in ("mbarrier", "barrier needs all its threads", "flag", "tensor memory"):
+        assert one in rule.mend, rule.mend
