@@ -99,7 +99,7 @@ def check(
         try:
             with memory_at_most(share_of_memory(1)):
                 if keep_ptx is not None:
-                    _kept(kernel, target, keep_ptx)
+                    _kept(kernel, target, entry, keep_ptx)
                 if entry is None:
                     _read(kernel, target, checked, launch.timeout)
                 else:
@@ -141,12 +141,14 @@ def _write(checked: CheckedRun, sought: Sought) -> None:
         _unusable(str(problem))
 
 
-def _kept(kernel: str, target: str, file: Path) -> None:
-    """Write the PTX of `kernel` to `file`."""
-    from megamoe.vm import as_ptx
+def _kept(kernel: str, target: str, entry: str | None, file: Path) -> None:
+    """Write the PTX of `kernel` to `file`, as it is read or launched."""
+    from megamoe.vm import Device, as_ptx, with_entry
 
+    source = Path(kernel)
+    ptx = as_ptx(source, target) if entry is None else with_entry(Device(target).machine, source, entry)[0]
     try:
-        write_file(file, as_ptx(Path(kernel), target), "PTX to")
+        write_file(file, ptx, "PTX to")
     except RecordError as problem:
         _unusable(str(problem))
 
@@ -172,13 +174,13 @@ def _broken(error: Exception) -> str:
 
 def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None:
     """Binds every entry of the kernel file."""
-    from megamoe.vm import Device, as_ptx, sentences
+    from megamoe.vm import Device, as_ptx, no_kernel, sentences
 
     device = Device(target)
     with sentences(device.machine, kernel), time_at_most(timeout, device.machine.whereabouts):
         ptx = as_ptx(Path(kernel), target)
         if not device.machine.entries(ptx):
-            _unusable(f"{kernel} holds no kernel: there is no .entry in it")
+            _unusable(no_kernel(Path(kernel)))
         for name, parameters in device.machine.entries(ptx).items():
             try:
                 with sentences(device.machine, kernel):
