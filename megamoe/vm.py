@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -232,18 +233,18 @@ def sentences(machine: KernelMachine, origin: str = "") -> Iterator[None]:
         if isinstance(stop, machine.refusals):
             raise LaunchRefusedError(_in_file(str(stop), origin), getattr(stop, "cuda_error", 0)) from stop
         if isinstance(stop, machine.unknowns):
-            raise UnsupportedError(f"{origin}, {stop}" if origin else str(stop)) from stop
+            told = str(stop).splitlines()
+            raise UnsupportedError("\n".join(f"{origin}, {one}" for one in told) if origin else str(stop)) from stop
         raise
 
 
 def _in_file(said: str, origin: str) -> str:
     """`said` with the file in place of <ptx>, as a machine calls a text."""
-    if not origin or not said.startswith(_NO_FILE):
-        return said
-    return (origin if origin.endswith(".ptx") else f"the PTX of {origin}") + said.removeprefix(_NO_FILE)
+    file = origin if not origin or origin.endswith(".ptx") else f"the PTX of {origin}"
+    return _NO_FILE.sub(lambda _: file, said) if file else said
 
 
-_NO_FILE = "<ptx>"
+_NO_FILE = re.compile("^<ptx>", re.MULTILINE)
 
 # Work that graphs capture
 

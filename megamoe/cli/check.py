@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from megamoe.contract.machine import KernelMachine
+
 from megamoe.cli.options import AskedLaunch, Sought, with_options
 from megamoe.cli.terminal import complain, console
 from megamoe.contract import TARGETS, UnsupportedError
@@ -24,8 +26,9 @@ from megamoe.contract.counted import counted
 from megamoe.contract.known_names import nearest
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
-from megamoe.export.findings import CheckedRun, Format, read_findings, rendered
-from megamoe.findings import KernelFinding, Ledger
+from megamoe.export.findings import CheckedRun, Failure, Format, read_findings, rendered
+from megamoe.findings import KernelFinding, Ledger, SourceLine
+from megamoe.given.entry_names import source_name, with_source_names
 from megamoe.records.files import write_file
 from megamoe.records.lines import RecordError
 from megamoe.runner.limits import TimeIsUpError, memory_at_most, share_of_memory, time_at_most
@@ -45,6 +48,7 @@ _ELSEWHERE = ((r"bfloat16|bf", "bf16"), (r"(?:f?p?8?|float8_?)(e4m3|e5m2).*", r"
               (r"half", "f16"), (r"float", "f32"), (r"double", "f64"), (r"(?:i|int)(\d+)", r"s\1"),
               (r"(?:uint|b)(\d+)", r"u\1"), (r"int", "s32"), (r"long", "s64"), (r"bool|char|byte", "u8"))  # fmt: skip
 """What other languages and libraries call the kinds."""
+_PTX_LINE = re.compile(r"PTX line (\d+)")
 _ARRAY = re.compile(r"(\w+)\[(\d+)\]")
 
 MAX_ELEMENTS = 1 << 28
@@ -106,15 +110,16 @@ def check(
                     _launched(kernel, target, entry, launch, schedules or SCHEDULES, checked)
         except MemoryError:
             most = share_of_memory(1) / 2**30
-            checked.failures.append(f"{kernel}: it takes more memory than this machine has, {most:.3g} GiB")
+            said = f"{kernel}: it takes more memory than this machine has, {most:.3g} GiB"
+            checked.failures.append(Failure(f"too much memory for {kernel}", said))
         except LaunchRefusedError as refused:
             _unusable(_about(kernel, refused))
         except TimeIsUpError as late:
-            checked.failures.append(f"{kernel}: {late}")
+            checked.failures.append(Failure(f"no end of {kernel} in time", f"{kernel}: {late}"))
         except (typer.Exit, UnsupportedError, OSError):
             raise
         except Exception as broken:
-            checked.failures.append(f"{kernel}: {_broken(broken)}")
+            checked.failures.append(Failure(f"an error of the machine on {kernel}", f"{kernel}: {_broken(broken)}"))
     for name in (schedules or ["eager"]) if tests else []:
         _tested(tests, target, name, sought, launch.timeout, checked)
     _write(checked, sought)
@@ -182,27 +187,55 @@ def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None
         if not device.machine.entries(ptx):
             _unusable(no_kernel(Path(kernel)))
         for name, parameters in device.machine.entries(ptx).items():
-            try:
-                with sentences(device.machine, kernel):
-                    device.machine.bind(ptx, name)
+            if _bound(device.machine, kernel, ptx, name, checked):
                 checked.said.append(
-                    f"{kernel}: {name}: {counted(len(parameters), 'parameter')}; every instruction "
+                    f"{kernel}: {source_name(name)}: {counted(len(parameters), 'parameter')}; every instruction "
                     f"has a meaning on {target}"
                 )
-            except UnsupportedError as unknown:
-                checked.failures.append(f"{kernel}: {name}: {str(unknown).removeprefix(f'{kernel}, ')}")
         checked.said.append(
             f"{kernel}: it was only read; --entry NAME launches a kernel, with --grid, --block, --cluster, --smem and "
             "an --arg for each parameter"
         )
 
 
+def _bound(machine: KernelMachine, kernel: str, ptx: str, name: str, checked: CheckedRun) -> bool:
+    """Whether every instruction of an entry has a meaning. Each that has none is a failure."""
+    from megamoe.vm import sentences
+
+    try:
+        with sentences(machine):
+            machine.bind(ptx, name)
+    except UnsupportedError as unknown:
+        for said in str(unknown).splitlines():
+            whole = f"{kernel}: {source_name(name)}: {with_source_names(said)}"
+            checked.failures.append(Failure("refused instruction", whole, _place(machine, kernel, ptx, said)))
+        return False
+    return True
+
+
+def _place(machine: KernelMachine, kernel: str, ptx: str, said: str) -> SourceLine | None:
+    """The place of the PTX line that a sentence names: in the source if it is known, else in the file of PTX."""
+    line = _PTX_LINE.search(said)
+    if line is None:
+        return None
+    source = SourceLine.of(machine.source_of(ptx, int(line[1])))
+    return source[0] if source else SourceLine(kernel, int(line[1])) if kernel.endswith(".ptx") else None
+
+
 def _launched(
     kernel: str, target: str, entry: str, launch: AskedLaunch, schedules: Sequence[str], checked: CheckedRun
 ) -> None:
     """Launches under each schedule on the same arguments. A launch that breaks a rule is not compared."""
-    from megamoe.vm import Device
+    from megamoe.vm import Device, sentences, with_entry
 
+    machine = Device(target).machine
+    try:
+        with sentences(machine, kernel), time_at_most(launch.timeout, machine.whereabouts):
+            ptx, name = with_entry(machine, Path(kernel), entry)
+            if not _bound(machine, kernel, ptx, name, checked):
+                return
+    except ValueError as refused:
+        _unusable(_about(kernel, refused))
     first: list[object] | None = None
     for name in schedules:
         args = [_argument(text, index) for index, text in enumerate(launch.arg or [])]
@@ -215,11 +248,14 @@ def _launched(
         except KernelFault:
             continue
         except TimeIsUpError as late:
-            checked.failures.append(f"{kernel}: under the schedule {name}: {late}")
+            checked.failures.append(
+                Failure(f"no end of {kernel} in time", f"{kernel}: under the schedule {name}: {late}")
+            )
             return
         except UnsupportedError as lacking:
             said = str(lacking).removeprefix(f"{kernel}, ")
-            checked.failures.append(f"{kernel}: under the schedule {name}: {said}")
+            whole = f"{kernel}: under the schedule {name}: {said}"
+            checked.failures.append(Failure("refused instruction", whole, _place(machine, kernel, ptx, said)))
             return
         except ValueError as refused:
             _unusable(_about(kernel, refused))
@@ -313,4 +349,7 @@ def _tested(
         if found.exists():
             checked.ledger.take(read_findings(found))
     if status:
-        checked.failures.append(f"{' '.join(tests)}: tests fail under the schedule {schedule}")
+        named = " ".join(tests)
+        checked.failures.append(
+            Failure(f"failing tests under {schedule}", f"{named}: tests fail under the schedule {schedule}")
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -86,6 +87,59 @@ def test_every_instruction_must_have_a_meaning(kernel: Path, capsys: pytest.Capt
     status, said = _check(capsys, kernel)
     assert status == 1
     assert "setp.gremlin" in said
+
+
+WRONG = (("setp.ge.u32", "bar.sync 0, 48;"), ("@%p1 ret", "bar.sync 17;"), ("mul.wide", "add.u32 %r1, %r77, 1;"))
+"""Before which instruction of GOOD which wrong one is put."""
+
+
+def _with_wrong(*wrong: tuple[str, str]) -> tuple[str, list[int]]:
+    """GOOD with wrong instructions, and their lines."""
+    text = GOOD
+    for before, one in wrong:
+        text = text.replace(f"  {before}", f"  {one}\n  {before}")
+    return text, [text[: text.index(one)].count("\n") + 1 for _, one in wrong]
+
+
+@pytest.mark.parametrize("launch", [(), ("--entry", "fill", "--arg", "u32[4]", "--arg", "4")])
+def test_all_refused_instructions_are_told(
+    launch: tuple[str, ...], kernel: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, (first, second) = _with_wrong(*WRONG[:2])
+    kernel.write_text(text)
+    status, said = _check(capsys, kernel, *launch)
+    told = [one for one in said.splitlines() if "PTX line" in one]
+    assert status == 1, said
+    assert [one.partition(" `")[0] for one in told] == [
+        f"{kernel}: fill: PTX line {line}:" for line in (first, second)
+    ], said
+    assert "under the schedule" not in said, "a refusal depends on no schedule"
+    text, (first, second, third) = _with_wrong(*WRONG)
+    kernel.write_text(text)
+    status, said = _check(capsys, kernel, *launch)
+    assert status == 2, said
+    places = (f"PTX line {first}: `", f"PTX line {second}: `", f"line {third}, column 16: %r77 is not declared")
+    assert [said.find(f"{kernel}, {one}") >= 0 for one in places] == [True] * 3, said
+
+
+def test_a_refused_instruction_has_its_place_in_every_format(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, (line, _) = _with_wrong(*WRONG[:2])
+    kernel.write_text(text)
+    run = json.loads(_check(capsys, kernel, "--format", "sarif")[1])["runs"][0]
+    first, second = run["invocations"][0]["toolExecutionNotifications"]
+    assert first["level"] == second["level"] == "error"
+    (place,) = first["locations"]
+    assert place["physicalLocation"]["artifactLocation"]["uri"].endswith("kernel.ptx")
+    assert place["physicalLocation"]["region"] == {"startLine": line}
+    assert f'name="1. refused instruction at {kernel}:{line}"' in _check(capsys, kernel, "--format", "junit")[1]
+    located = text.replace(".visible", '.file 1 "/src/fill.cu"\n.visible', 1).replace(
+        "  bar.sync 0", "  .loc 1 7 3\n  bar.sync 0"
+    )
+    kernel.write_text(located)
+    run = json.loads(_check(capsys, kernel, "--format", "sarif")[1])["runs"][0]
+    (place,) = run["invocations"][0]["toolExecutionNotifications"][0]["locations"]
+    assert place["physicalLocation"]["artifactLocation"]["uri"] == "file:///src/fill.cu"
+    assert place["physicalLocation"]["region"] == {"startLine": 7, "startColumn": 3}
 
 
 def test_a_launch_holds_the_schedules_against_each_other(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
