@@ -29,7 +29,7 @@ from megamoe.contract.program import TARGETS, Dim3
 from megamoe.cuda_source import compiled, template_named, templates_wanting
 from megamoe.findings import KernelFinding, Ledger, by_grade, module_of
 from megamoe.given.arguments import addresses_among, encoded
-from megamoe.given.entry_names import entry_named
+from megamoe.given.entry_names import entry_named, with_source_names
 from megamoe.given.host_memory import Reached, array_of, several
 from megamoe.given.tensor_maps import PixelBox as PixelBox
 from megamoe.given.tensor_maps import array_behind
@@ -231,7 +231,9 @@ def sentences(machine: KernelMachine, origin: str = "") -> Iterator[None]:
         if isinstance(stop, machine.faults):
             raise KernelFault(str(stop), getattr(stop, "rule", "")) from stop
         if isinstance(stop, machine.refusals):
-            raise LaunchRefusedError(_in_file(str(stop), origin), getattr(stop, "cuda_error", 0)) from stop
+            raise LaunchRefusedError(
+                _in_file(with_source_names(str(stop)), origin), getattr(stop, "cuda_error", 0)
+            ) from stop
         if isinstance(stop, machine.unknowns):
             told = str(stop).splitlines()
             raise UnsupportedError("\n".join(f"{origin}, {one}" for one in told) if origin else str(stop)) from stop

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, cast, get_args
 
@@ -26,7 +27,7 @@ from megamoe.contract.counted import counted
 from megamoe.contract.known_names import nearest
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
-from megamoe.export.findings import CheckedRun, Failure, Format, read_findings, rendered
+from megamoe.export.findings import CheckedRun, Complaint, Format, read_findings, rendered
 from megamoe.findings import KernelFinding, Ledger, SourceLine
 from megamoe.given.entry_names import source_name, with_source_names
 from megamoe.records.files import write_file
@@ -52,6 +53,8 @@ _PTX_LINE = re.compile(r"PTX line (\d+)")
 _ARRAY = re.compile(r"(\w+)\[(\d+)\]")
 
 MAX_ELEMENTS = 1 << 28
+WARP = 32
+"""Threads of a warp."""
 
 Sources = Annotated[list[str], typer.Argument(metavar="KERNEL.ptx|KERNEL.cu|TEST.py[::NAME]", help="What to check.")]
 Target = Annotated[str, typer.Option("--target", metavar="NAME", help="sm_90a or sm_100a.")]
@@ -111,15 +114,15 @@ def check(
         except MemoryError:
             most = share_of_memory(1) / 2**30
             said = f"{kernel}: it takes more memory than this machine has, {most:.3g} GiB"
-            checked.failures.append(Failure(f"too much memory for {kernel}", said))
+            checked.failures.append(Complaint(f"too much memory for {kernel}", said))
         except LaunchRefusedError as refused:
             _unusable(_about(kernel, refused))
         except TimeIsUpError as late:
-            checked.failures.append(Failure(f"no end of {kernel} in time", f"{kernel}: {late}"))
+            checked.failures.append(Complaint(f"no end of {kernel} in time", f"{kernel}: {late}"))
         except (typer.Exit, UnsupportedError, OSError):
             raise
         except Exception as broken:
-            checked.failures.append(Failure(f"an error of the machine on {kernel}", f"{kernel}: {_broken(broken)}"))
+            checked.failures.append(Complaint(f"an error of the machine on {kernel}", f"{kernel}: {_broken(broken)}"))
     for name in (schedules or ["eager"]) if tests else []:
         _tested(tests, target, name, sought, launch.timeout, checked)
     _write(checked, sought)
@@ -186,16 +189,21 @@ def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None
         ptx = as_ptx(Path(kernel), target)
         if not device.machine.entries(ptx):
             _unusable(no_kernel(Path(kernel)))
-        for name, parameters in device.machine.entries(ptx).items():
+        entries = device.machine.entries(ptx)
+        for name, parameters in entries.items():
             if _bound(device.machine, kernel, ptx, name, checked):
-                checked.said.append(
-                    f"{kernel}: {source_name(name)}: {counted(len(parameters), 'parameter')}; every instruction "
-                    f"has a meaning on {target}"
-                )
+                takes = f"{kernel}: {_shown(name, entries)}: {counted(len(parameters), 'parameter')}"
+                checked.said.append(f"{takes}; every instruction has a meaning on {target}")
         checked.said.append(
             f"{kernel}: it was only read; --entry NAME launches a kernel, with --grid, --block, --cluster, --smem and "
             "an --arg for each parameter"
         )
+
+
+def _shown(name: str, entries: Collection[str]) -> str:
+    """An entry as its source calls it; with its mangled name if others are called the same."""
+    shown = source_name(name)
+    return shown if [source_name(one) for one in entries].count(shown) == 1 else f"{shown} ({name})"
 
 
 def _bound(machine: KernelMachine, kernel: str, ptx: str, name: str, checked: CheckedRun) -> bool:
@@ -208,7 +216,7 @@ def _bound(machine: KernelMachine, kernel: str, ptx: str, name: str, checked: Ch
     except UnsupportedError as unknown:
         for said in str(unknown).splitlines():
             whole = f"{kernel}: {source_name(name)}: {with_source_names(said)}"
-            checked.failures.append(Failure("refused instruction", whole, _place(machine, kernel, ptx, said)))
+            checked.failures.append(Complaint("refused instruction", whole, _place(machine, kernel, ptx, said)))
         return False
     return True
 
@@ -234,6 +242,7 @@ def _launched(
             ptx, name = with_entry(machine, Path(kernel), entry)
             if not _bound(machine, kernel, ptx, name, checked):
                 return
+            checked.said += [f"{kernel}: {one}" for one in _nobody_late(launch, schedules, ptx)]
     except ValueError as refused:
         _unusable(_about(kernel, refused))
     first: list[object] | None = None
@@ -249,13 +258,13 @@ def _launched(
             continue
         except TimeIsUpError as late:
             checked.failures.append(
-                Failure(f"no end of {kernel} in time", f"{kernel}: under the schedule {name}: {late}")
+                Complaint(f"no end of {kernel} in time", f"{kernel}: under the schedule {name}: {late}")
             )
             return
         except UnsupportedError as lacking:
             said = str(lacking).removeprefix(f"{kernel}, ")
             whole = f"{kernel}: under the schedule {name}: {said}"
-            checked.failures.append(Failure("refused instruction", whole, _place(machine, kernel, ptx, said)))
+            checked.failures.append(Complaint("refused instruction", whole, _place(machine, kernel, ptx, said)))
             return
         except ValueError as refused:
             _unusable(_about(kernel, refused))
@@ -267,6 +276,26 @@ def _launched(
     if not checked.ledger.findings:
         agree = f"the same results under {', '.join(schedules)}"
         checked.said.append(f"{kernel}: {entry}: no rule broken, {agree}")
+
+
+def _nobody_late(launch: AskedLaunch, schedules: Sequence[str], ptx: str) -> Iterator[str]:
+    """A sentence for each schedule that was asked for and makes late what the launch does not have.
+
+    Ranks and indices count modulo the number of CTAs or warps, so that one schedule serves launches of all sizes.
+    """
+    warps = -(-math.prod(launch.block) // WARP)
+    # A kernel that declares the size of its clusters decides it.
+    ctas = 0 if ".reqnctapercluster" in ptx else math.prod(launch.cluster)
+    for name in schedules if schedules is not SCHEDULES else ():
+        which, _, number = name.partition(":")
+        count, whole, part = {"late_warp": (warps, "CTA", "warp"), "late_cta": (ctas, "cluster", "CTA")}.get(
+            which, (0, "", "")
+        )
+        if count == 1:
+            yield f"the schedule {name} delays nothing: a {whole} of this launch has one {part}"
+        elif 0 < count <= int(number):
+            yield (f"the schedule {name} delays {part} {int(number) % count}: a {whole} of this launch has "
+                   f"{count} {part}s, and the number counts modulo {count}")  # fmt: skip
 
 
 def _gathered(finding: KernelFinding) -> None:
@@ -286,7 +315,8 @@ def _unlike(before: list[object], after: list[object]) -> tuple[int, int] | None
 def _depends(kernel: str, entry: str, detail: str) -> KernelFinding:
     wrong = "The results depend on when asynchronous work ends."
     return KernelFinding("schedule-dependent", "error", detail, entry, wrong=wrong, origin=kernel,
-                         mend="Look for a wait or a barrier that is missing.")  # fmt: skip
+                         mend="Look for a wait or a barrier that is missing.",
+                         page="docs/rules/races.md")  # fmt: skip
 
 
 def _argument(text: str, index: int) -> object:
@@ -351,5 +381,5 @@ def _tested(
     if status:
         named = " ".join(tests)
         checked.failures.append(
-            Failure(f"failing tests under {schedule}", f"{named}: tests fail under the schedule {schedule}")
+            Complaint(f"failing tests under {schedule}", f"{named}: tests fail under the schedule {schedule}")
         )

@@ -27,7 +27,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Complaint:
     """What is wrong and no finding. `kind`: a few words, such as "refused instruction". `place`: if it has one."""
 
     kind: str
@@ -46,7 +46,7 @@ class CheckedRun:
 
     ledger: Ledger
     said: list[str] = field(default_factory=list[str])
-    failures: list[Failure] = field(default_factory=list[Failure])
+    failures: list[Complaint] = field(default_factory=list[Complaint])
 
     @property
     def failed(self) -> bool:

@@ -150,6 +150,10 @@ UNKNOWN = {
     "a repetition": ("tcgen05.ld.sync.aligned.16x256b.x64.b32 {%r1}, [%r3];", "x64.*up to x32"),
     "too few registers": ("tcgen05.ld.sync.aligned.32x32b.x4.b32 {%r1, %r2}, [%r3];", "a vector of 2 where 4"),
     "an operand too many": ("add.u32 %r1, %r2, %r3, %r4;", "4 operands where this form takes 3"),
+    "a register of another width for a type of bits": (
+        "st.global.b64 [%rd1], %r2;",
+        "`%r2` holds 32 bits where b64 needs 64",
+    ),
     "a register of another width": ("add.u32 %r1, %rd2, %r3;", "`%rd2` holds 64 bits where .*32"),
     "a register of floats in an integer instruction": (
         "add.u32 %r1, %f1, %r3;",
