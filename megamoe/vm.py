@@ -301,7 +301,7 @@ def _whole(what: str, number: object) -> int:
 
 def _is_text(source: str | Path) -> bool:
     """Whether `source` is CUDA C++ or PTX text rather than a file name."""
-    return not isinstance(source, Path) and ("\n" in source or "__global__" in source)
+    return isinstance(source, str) and ("\n" in source or "__global__" in source)
 
 
 def with_entry(machine: KernelMachine, source: str | Path, entry: str) -> tuple[str, str]:
