@@ -86,18 +86,33 @@ HOST_HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """CUDA C++ from a file, or given as text (`file` is ""), for a target."""
+    """CUDA C++ from a file, or given as text (`file` is ""), for a target. `kernel`: a template to instantiate, or
+    ""."""
 
     text: str
     target: str
     file: str
+    kernel: str = ""
 
     def placed(self, folder: Path) -> Path:
         """Writes it to `folder`. Line information and compiler messages name the original file, not this copy."""
         line = f"#line 1 {json.dumps(self.file, ensure_ascii=False)}\n" if self.file else ""
         place = folder / TEXT_NAME
-        place.write_text(line + self.text, "utf-8")
+        place.write_text(line + self.text + self._instantiation, "utf-8")
         return place
+
+    @property
+    def _instantiation(self) -> str:
+        """Code after the source that lets `kernel` leave out its namespace, and makes nvcc compile it.
+
+        A host function that takes its address leaves nothing in the PTX. NVRTC is asked for the kernel by name.
+        """
+        if not self.kernel:
+            return ""
+        spaces = dict.fromkeys(_NAMESPACE.findall(self.text))
+        using = " ".join(f"using namespace {one};" for one in spaces)
+        address = f"void megamoe_instantiates() {{ (void)&{self.kernel}; }}"
+        return f"\n{using}\n#ifndef __CUDACC_RTC__\n{address}\n#endif\n"
 
     @property
     def folder(self) -> str:
@@ -105,17 +120,51 @@ class _Source:
         return str(Path(self.file).parent) if self.file else ""
 
 
+_NAMESPACE = re.compile(r"\bnamespace\s+(\w+(?:::\w+)*)\s*\{")
+_TEMPLATE = re.compile(
+    r"\btemplate\s*<[^;{}]*?>[^;{}()]*\b__global__\b(?:\s*\w+\s*\([^()]*\)|\s*\w+)*?\s*\bvoid\b"
+    r"(?:\s*__\w+__\s*\([^()]*\))*\s+(\w+)\s*\("
+)
+_SPECIALISED = re.compile(r"[\w:]+<[\w\s:<>,*&+().-]+>")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def template_named(entry: str) -> str:
+    """k<float, 3> of the entry k<float, 3>(float*); "" if it has no template arguments."""
+    name = entry.strip()
+    name = name[: name.rindex(">") + 1] if ">" in name else ""
+    return name if _SPECIALISED.fullmatch(name) else ""
+
+
+def templates_wanting(text: str, name: str = "") -> str:
+    """Says how to get a kernel out of the templates in CUDA C++ `text`; "" if no kernel is a template.
+
+    `name`: the kernel that is wanted, k<float, 3>, if it is known.
+    """
+    found = dict.fromkeys(_TEMPLATE.findall(_COMMENT.sub("", text)))
+    if not found:
+        return ""
+    wanted = name or f"{next(iter(found))}<...>"
+    ask = "" if name else f", or ask for it with its template arguments: --entry '{wanted}'"
+    return (f"a template is compiled only where it is instantiated: add `template __global__ void {wanted}(...);`, "
+            f"with the types of its parameters{ask}")  # fmt: skip
+
+
 class _WordsError(Exception):
     """A compiler's messages for a source that it does not compile."""
 
 
-def compiled(text: str, target: str, file: str = "") -> str:
+def compiled(text: str, target: str, file: str = "", kernel: str = "") -> str:
     """Compiles CUDA C++ `text`, read from the file with absolute name `file`, to PTX with the first compiler that can.
+
+    `kernel`: a template to instantiate, as in k<float, 3>; namespaces may be left out.
 
     LaunchRefusedError with the compilers' messages if the text does not compile; UnsupportedError if there is no
     compiler.
     """
-    return _compiled(_Source(text, target, file), tuple(_included(text, Path(file).parent, set())) if file else ())
+    return _compiled(
+        _Source(text, target, file, kernel), tuple(_included(text, Path(file).parent, set())) if file else ()
+    )
 
 
 def _included(text: str, folder: Path, seen: set[Path]) -> Iterator[tuple[str, str]]:
@@ -247,6 +296,8 @@ def _by_nvrtc(nvrtc: Any, version: str, source: _Source) -> str:
             return text
 
         _, program = nvrtc.nvrtcCreateProgram(place.read_bytes(), str(place).encode(), 0, [], [])
+        if source.kernel:
+            nvrtc.nvrtcAddNameExpression(program, source.kernel.encode())
         try:
             code, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [one.encode() for one in options])
             if not int(code):

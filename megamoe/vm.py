@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,10 +26,10 @@ from megamoe.contract.counted import counted
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
-from megamoe.cuda_source import compiled
+from megamoe.cuda_source import compiled, template_named, templates_wanting
 from megamoe.findings import KernelFinding, Ledger, by_grade, module_of
 from megamoe.given.arguments import addresses_among, encoded
-from megamoe.given.entry_names import entry_named
+from megamoe.given.entry_names import entry_named, with_source_names
 from megamoe.given.host_memory import Reached, array_of, several
 from megamoe.given.tensor_maps import PixelBox as PixelBox
 from megamoe.given.tensor_maps import array_behind
@@ -160,10 +161,10 @@ class Device:
         for a launch that no GPU would accept, UnsupportedError for an instruction that the machine lacks. Arrays keep
         what was written until then.
         """
-        ptx, text = as_ptx(source, self.machine.target), str(source)
+        text = str(source)
         with sentences(self.machine, "" if _is_text(source) else text):
+            ptx, name = with_entry(self.machine, source, entry)
             entries = self.machine.entries(ptx)
-            name = entry_named(entry, entries)
             held = [array_behind(one) for one in several("memory", memory)]
             for one in held:
                 array_of("memory", one)
@@ -230,20 +231,22 @@ def sentences(machine: KernelMachine, origin: str = "") -> Iterator[None]:
         if isinstance(stop, machine.faults):
             raise KernelFault(str(stop), getattr(stop, "rule", "")) from stop
         if isinstance(stop, machine.refusals):
-            raise LaunchRefusedError(_in_file(str(stop), origin), getattr(stop, "cuda_error", 0)) from stop
+            raise LaunchRefusedError(
+                _in_file(with_source_names(str(stop)), origin), getattr(stop, "cuda_error", 0)
+            ) from stop
         if isinstance(stop, machine.unknowns):
-            raise UnsupportedError(f"{origin}, {stop}" if origin else str(stop)) from stop
+            told = str(stop).splitlines()
+            raise UnsupportedError("\n".join(f"{origin}, {one}" for one in told) if origin else str(stop)) from stop
         raise
 
 
 def _in_file(said: str, origin: str) -> str:
     """`said` with the file in place of <ptx>, as a machine calls a text."""
-    if not origin or not said.startswith(_NO_FILE):
-        return said
-    return (origin if origin.endswith(".ptx") else f"the PTX of {origin}") + said.removeprefix(_NO_FILE)
+    file = origin if not origin or origin.endswith(".ptx") else f"the PTX of {origin}"
+    return _NO_FILE.sub(lambda _: file, said) if file else said
 
 
-_NO_FILE = "<ptx>"
+_NO_FILE = re.compile("^<ptx>", re.MULTILINE)
 
 # Work that graphs capture
 
@@ -298,11 +301,52 @@ def _whole(what: str, number: object) -> int:
 
 def _is_text(source: str | Path) -> bool:
     """Whether `source` is CUDA C++ or PTX text rather than a file name."""
-    return not isinstance(source, Path) and ("\n" in source or "__global__" in source)
+    return isinstance(source, str) and ("\n" in source or "__global__" in source)
+
+
+def with_entry(machine: KernelMachine, source: str | Path, entry: str) -> tuple[str, str]:
+    """PTX of `source` with the kernel `entry`, and the name of this kernel in it.
+
+    A C++ template that the source does not instantiate is instantiated. LaunchRefusedError if there is no such kernel.
+    """
+    ptx = as_ptx(source, machine.target)
+    try:
+        return ptx, entry_named(entry, machine.entries(ptx))
+    except LaunchRefusedError as refused:
+        text, file = _read(source)
+        if _is_ptx(text) or not isinstance(entry, str):
+            raise
+        name = template_named(entry)
+        wanting = templates_wanting(text, name)
+        if not name:
+            raise LaunchRefusedError(f"{refused}; {wanting}" if wanting else str(refused)) from None
+        try:
+            ptx = compiled(text, machine.target, file, name)
+        except LaunchRefusedError as problem:
+            raise LaunchRefusedError("; ".join([str(refused), *filter(None, [wanting]), str(problem)])) from None
+    return ptx, entry_named(entry, machine.entries(ptx))
+
+
+def no_kernel(source: str | Path) -> str:
+    """Says that `source`, whose PTX has no entry, holds no kernel, and what to add if it has templates of kernels."""
+    text, _ = _read(source)
+    wanting = "" if _is_ptx(text) else templates_wanting(text)
+    return f"{source} holds no kernel: there is no .entry in it{wanting and f'; {wanting}'}"
 
 
 def as_ptx(source: str | Path, target: str) -> str:
     """Returns PTX for PTX or CUDA C++ given as text or file. UnsupportedError if no compiler is found."""
+    text, file = _read(source)
+    return text if _is_ptx(text) else compiled(text, target, file)
+
+
+def _is_ptx(text: str) -> bool:
+    """Whether it begins with .version, after comments (PTX ISA 5.1)."""
+    return any(line.lstrip().startswith(".version") for line in text.splitlines())
+
+
+def _read(source: str | Path) -> tuple[str, str]:
+    """The text of a source and the absolute name of its file, "" if it is given as text."""
     if not isinstance(source, str | Path):
         raise LaunchRefusedError(f"the source is {type(source).__name__}; it must be text or the name of a file")
     text, name = str(source), "the source"
@@ -322,7 +366,4 @@ def as_ptx(source: str | Path, target: str) -> str:
             ) from None
     if not text.strip():
         raise LaunchRefusedError(f"{name} is empty")
-    # A PTX module begins with .version, after comments (PTX ISA 5.1).
-    if any(line.lstrip().startswith(".version") for line in text.splitlines()):
-        return text
-    return compiled(text, target, os.path.abspath(name) if name == str(source) else "")
+    return text, os.path.abspath(name) if name == str(source) else ""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -197,7 +198,30 @@ def counted(count: int, name: str) -> str:
 
 
 class UnknownInstructionError(Exception):
-    """PTX that this machine does not implement: the text names the spelling, the line and what is known."""
+    """PTX that this machine does not implement: the text names the spelling, the line and what is known.
+
+    `by_line`: a PTX line, 0 if unknown, and a sentence for each refused instruction of a function, in order.
+    """
+
+    def __init__(self, text: str, by_line: Sequence[tuple[int, str]] = ()) -> None:
+        super().__init__(text)
+        self.by_line = tuple(by_line) or ((0, text),)
+
+    @classmethod
+    def of(cls, refusals: Sequence[tuple[int, UnknownInstructionError]]) -> UnknownInstructionError:
+        """One for all `refusals` of a function, each with its PTX line. The text has a line for each."""
+        by_line = sorted({str(one): (line, str(one)) for line, one in reversed(refusals)}.values())
+        return cls("\n".join(first_told([said for _, said in by_line])), by_line)
+
+
+def first_told(said: Sequence[str]) -> list[str]:
+    """The first sentences of many, and how many more there are."""
+    more = len(said) - MOST_TOLD
+    return [*said[:MOST_TOLD], *([f"and {more} more"] if more > 0 else [])]
+
+
+MOST_TOLD: Final = 10
+"""The most refused instructions that are told."""
 
 
 class LaunchError(Exception):

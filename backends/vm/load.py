@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from backends.vm import isa  # noqa: F401  (registers every instruction family)
 from backends.vm.bind.function import bind_function
-from backends.vm.faults import LaunchError
+from backends.vm.faults import LaunchError, UnknownInstructionError, first_told
 from backends.vm.machine.code import BoundFunction
 from backends.vm.ptx.ast import Module
 from backends.vm.ptx.parse_cache import Shelf, parse_cached
+from backends.vm.ptx.tree import PtxSyntaxError
 
 
 class LoadedModule:
@@ -37,6 +39,34 @@ def load(ptx: str, shelf: Shelf | None = None, *, ring: bool = False) -> LoadedM
 
     `shelf` keeps parsed modules between processes. `ring`: floats are elements of a ring, as under the accumulation
     policy "ring" of backends.vm.numerics.accumulate; all other policies share a module. Raises PtxSyntaxError for text
-    that is not PTX.
+    that is not PTX, and says then which other instructions it would refuse.
     """
-    return LoadedModule(parse_cached(ptx, shelf=shelf), ring=ring)
+    try:
+        return LoadedModule(parse_cached(ptx, shelf=shelf), ring=ring)
+    except PtxSyntaxError as wrong:
+        told = _all_told(wrong)
+        if len(told) == 1:
+            raise
+        raise ManyWrongError(wrong, told) from None
+
+
+class ManyWrongError(PtxSyntaxError):
+    """Several instructions of a text that is not PTX. The message has a line for each of the first ones."""
+
+    def __init__(self, first: PtxSyntaxError, told: Sequence[str]) -> None:
+        super().__init__(first.problem, first.name, first.line, first.column)
+        self.args = ("\n".join(told),)
+
+
+def _all_told(wrong: PtxSyntaxError) -> Sequence[str]:
+    """What is wrong with a text, by PTX line: names that are not declared, and the refusals of all entries."""
+    found = [(one.line or 0, str(one)) for one in (wrong, *wrong.others)]
+    rest = None if wrong.rest is None else LoadedModule(wrong.rest)
+    for name, function in wrong.rest.functions.items() if wrong.rest is not None else ():
+        try:
+            if rest is not None and function.is_entry:
+                rest.entry(name)
+        except UnknownInstructionError as refused:
+            found += [(line, f"{wrong.name}, {said}") for line, said in refused.by_line]
+    by_problem = {said.partition(": ")[2]: (line, said) for line, said in sorted(found, reverse=True)}
+    return first_told([said for _, said in sorted(by_problem.values())])

@@ -572,7 +572,7 @@ FAMILIES: Final[Mapping[str, frozenset[str]]] = {
         "tensor-map-not-released",
         "unawaited-copies": "copy-not-awaited exit-with-pending-operation tensor-map-in-use exit-with-pending-store",
         "mbarrier": "mbarrier-misuse mbarrier-reinitialised mbarrier-init-unfenced wait-result-unread",
-        "races": "race global-race scope-too-narrow dependent-launch-not-awaited",
+        "races": "race global-race scope-too-narrow dependent-launch-not-awaited schedule-dependent",
         "lanes": "lanes-unordered",
         "cluster-life": "ended-cta peer-not-started remote-shared cta-pair async-to-own-cta async-without-cluster",
         "tcgen05-order": "tmem-store-not-waited tmem-load-not-waited tmem-race missing-tcgen05-fence "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, cast, get_args
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from megamoe.contract.machine import KernelMachine
+
 from megamoe.cli.options import AskedLaunch, Sought, with_options
 from megamoe.cli.terminal import complain, console
 from megamoe.contract import TARGETS, UnsupportedError
@@ -24,8 +27,9 @@ from megamoe.contract.counted import counted
 from megamoe.contract.known_names import nearest
 from megamoe.contract.machine import KernelFault, LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
-from megamoe.export.findings import CheckedRun, Format, read_findings, rendered
-from megamoe.findings import KernelFinding, Ledger
+from megamoe.export.findings import CheckedRun, Complaint, Format, read_findings, rendered
+from megamoe.findings import KernelFinding, Ledger, SourceLine
+from megamoe.given.entry_names import source_name, with_source_names
 from megamoe.records.files import write_file
 from megamoe.records.lines import RecordError
 from megamoe.runner.limits import TimeIsUpError, memory_at_most, share_of_memory, time_at_most
@@ -45,9 +49,12 @@ _ELSEWHERE = ((r"bfloat16|bf", "bf16"), (r"(?:f?p?8?|float8_?)(e4m3|e5m2).*", r"
               (r"half", "f16"), (r"float", "f32"), (r"double", "f64"), (r"(?:i|int)(\d+)", r"s\1"),
               (r"(?:uint|b)(\d+)", r"u\1"), (r"int", "s32"), (r"long", "s64"), (r"bool|char|byte", "u8"))  # fmt: skip
 """What other languages and libraries call the kinds."""
+_PTX_LINE = re.compile(r"PTX line (\d+)")
 _ARRAY = re.compile(r"(\w+)\[(\d+)\]")
 
 MAX_ELEMENTS = 1 << 28
+WARP = 32
+"""Threads of a warp."""
 
 Sources = Annotated[list[str], typer.Argument(metavar="KERNEL.ptx|KERNEL.cu|TEST.py[::NAME]", help="What to check.")]
 Target = Annotated[str, typer.Option("--target", metavar="NAME", help="sm_90a or sm_100a.")]
@@ -99,22 +106,23 @@ def check(
         try:
             with memory_at_most(share_of_memory(1)):
                 if keep_ptx is not None:
-                    _kept(kernel, target, keep_ptx)
+                    _kept(kernel, target, entry, keep_ptx)
                 if entry is None:
                     _read(kernel, target, checked, launch.timeout)
                 else:
                     _launched(kernel, target, entry, launch, schedules or SCHEDULES, checked)
         except MemoryError:
             most = share_of_memory(1) / 2**30
-            checked.failures.append(f"{kernel}: it takes more memory than this machine has, {most:.3g} GiB")
+            said = f"{kernel}: it takes more memory than this machine has, {most:.3g} GiB"
+            checked.failures.append(Complaint(f"too much memory for {kernel}", said))
         except LaunchRefusedError as refused:
             _unusable(_about(kernel, refused))
         except TimeIsUpError as late:
-            checked.failures.append(f"{kernel}: {late}")
+            checked.failures.append(Complaint(f"no end of {kernel} in time", f"{kernel}: {late}"))
         except (typer.Exit, UnsupportedError, OSError):
             raise
         except Exception as broken:
-            checked.failures.append(f"{kernel}: {_broken(broken)}")
+            checked.failures.append(Complaint(f"an error of the machine on {kernel}", f"{kernel}: {_broken(broken)}"))
     for name in (schedules or ["eager"]) if tests else []:
         _tested(tests, target, name, sought, launch.timeout, checked)
     _write(checked, sought)
@@ -141,12 +149,14 @@ def _write(checked: CheckedRun, sought: Sought) -> None:
         _unusable(str(problem))
 
 
-def _kept(kernel: str, target: str, file: Path) -> None:
-    """Write the PTX of `kernel` to `file`."""
-    from megamoe.vm import as_ptx
+def _kept(kernel: str, target: str, entry: str | None, file: Path) -> None:
+    """Write the PTX of `kernel` to `file`, as it is read or launched."""
+    from megamoe.vm import Device, as_ptx, with_entry
 
+    source = Path(kernel)
+    ptx = as_ptx(source, target) if entry is None else with_entry(Device(target).machine, source, entry)[0]
     try:
-        write_file(file, as_ptx(Path(kernel), target), "PTX to")
+        write_file(file, ptx, "PTX to")
     except RecordError as problem:
         _unusable(str(problem))
 
@@ -172,35 +182,69 @@ def _broken(error: Exception) -> str:
 
 def _read(kernel: str, target: str, checked: CheckedRun, timeout: float) -> None:
     """Binds every entry of the kernel file."""
-    from megamoe.vm import Device, as_ptx, sentences
+    from megamoe.vm import Device, as_ptx, no_kernel, sentences
 
     device = Device(target)
     with sentences(device.machine, kernel), time_at_most(timeout, device.machine.whereabouts):
         ptx = as_ptx(Path(kernel), target)
         if not device.machine.entries(ptx):
-            _unusable(f"{kernel} holds no kernel: there is no .entry in it")
-        for name, parameters in device.machine.entries(ptx).items():
-            try:
-                with sentences(device.machine, kernel):
-                    device.machine.bind(ptx, name)
-                checked.said.append(
-                    f"{kernel}: {name}: {counted(len(parameters), 'parameter')}; every instruction "
-                    f"has a meaning on {target}"
-                )
-            except UnsupportedError as unknown:
-                checked.failures.append(f"{kernel}: {name}: {str(unknown).removeprefix(f'{kernel}, ')}")
+            _unusable(no_kernel(Path(kernel)))
+        entries = device.machine.entries(ptx)
+        for name, parameters in entries.items():
+            if _bound(device.machine, kernel, ptx, name, checked):
+                takes = f"{kernel}: {_shown(name, entries)}: {counted(len(parameters), 'parameter')}"
+                checked.said.append(f"{takes}; every instruction has a meaning on {target}")
         checked.said.append(
             f"{kernel}: it was only read; --entry NAME launches a kernel, with --grid, --block, --cluster, --smem and "
             "an --arg for each parameter"
         )
 
 
+def _shown(name: str, entries: Collection[str]) -> str:
+    """An entry as its source calls it; with its mangled name if others are called the same."""
+    shown = source_name(name)
+    return shown if [source_name(one) for one in entries].count(shown) == 1 else f"{shown} ({name})"
+
+
+def _bound(machine: KernelMachine, kernel: str, ptx: str, name: str, checked: CheckedRun) -> bool:
+    """Whether every instruction of an entry has a meaning. Each that has none is a failure."""
+    from megamoe.vm import sentences
+
+    try:
+        with sentences(machine):
+            machine.bind(ptx, name)
+    except UnsupportedError as unknown:
+        for said in str(unknown).splitlines():
+            whole = f"{kernel}: {source_name(name)}: {with_source_names(said)}"
+            checked.failures.append(Complaint("refused instruction", whole, _place(machine, kernel, ptx, said)))
+        return False
+    return True
+
+
+def _place(machine: KernelMachine, kernel: str, ptx: str, said: str) -> SourceLine | None:
+    """The place of the PTX line that a sentence names: in the source if it is known, else in the file of PTX."""
+    line = _PTX_LINE.search(said)
+    if line is None:
+        return None
+    source = SourceLine.of(machine.source_of(ptx, int(line[1])))
+    return source[0] if source else SourceLine(kernel, int(line[1])) if kernel.endswith(".ptx") else None
+
+
 def _launched(
     kernel: str, target: str, entry: str, launch: AskedLaunch, schedules: Sequence[str], checked: CheckedRun
 ) -> None:
     """Launches under each schedule on the same arguments. A launch that breaks a rule is not compared."""
-    from megamoe.vm import Device
+    from megamoe.vm import Device, sentences, with_entry
 
+    machine = Device(target).machine
+    try:
+        with sentences(machine, kernel), time_at_most(launch.timeout, machine.whereabouts):
+            ptx, name = with_entry(machine, Path(kernel), entry)
+            if not _bound(machine, kernel, ptx, name, checked):
+                return
+            checked.said += [f"{kernel}: {one}" for one in _nobody_late(launch, schedules, ptx)]
+    except ValueError as refused:
+        _unusable(_about(kernel, refused))
     first: list[object] | None = None
     for name in schedules:
         args = [_argument(text, index) for index, text in enumerate(launch.arg or [])]
@@ -213,11 +257,14 @@ def _launched(
         except KernelFault:
             continue
         except TimeIsUpError as late:
-            checked.failures.append(f"{kernel}: under the schedule {name}: {late}")
+            checked.failures.append(
+                Complaint(f"no end of {kernel} in time", f"{kernel}: under the schedule {name}: {late}")
+            )
             return
         except UnsupportedError as lacking:
             said = str(lacking).removeprefix(f"{kernel}, ")
-            checked.failures.append(f"{kernel}: under the schedule {name}: {said}")
+            whole = f"{kernel}: under the schedule {name}: {said}"
+            checked.failures.append(Complaint("refused instruction", whole, _place(machine, kernel, ptx, said)))
             return
         except ValueError as refused:
             _unusable(_about(kernel, refused))
@@ -229,6 +276,26 @@ def _launched(
     if not checked.ledger.findings:
         agree = f"the same results under {', '.join(schedules)}"
         checked.said.append(f"{kernel}: {entry}: no rule broken, {agree}")
+
+
+def _nobody_late(launch: AskedLaunch, schedules: Sequence[str], ptx: str) -> Iterator[str]:
+    """A sentence for each schedule that was asked for and makes late what the launch does not have.
+
+    Ranks and indices count modulo the number of CTAs or warps, so that one schedule serves launches of all sizes.
+    """
+    warps = -(-math.prod(launch.block) // WARP)
+    # A kernel that declares the size of its clusters decides it.
+    ctas = 0 if ".reqnctapercluster" in ptx else math.prod(launch.cluster)
+    for name in schedules if schedules is not SCHEDULES else ():
+        which, _, number = name.partition(":")
+        count, whole, part = {"late_warp": (warps, "CTA", "warp"), "late_cta": (ctas, "cluster", "CTA")}.get(
+            which, (0, "", "")
+        )
+        if count == 1:
+            yield f"the schedule {name} delays nothing: a {whole} of this launch has one {part}"
+        elif 0 < count <= int(number):
+            yield (f"the schedule {name} delays {part} {int(number) % count}: a {whole} of this launch has "
+                   f"{count} {part}s, and the number counts modulo {count}")  # fmt: skip
 
 
 def _gathered(finding: KernelFinding) -> None:
@@ -248,7 +315,8 @@ def _unlike(before: list[object], after: list[object]) -> tuple[int, int] | None
 def _depends(kernel: str, entry: str, detail: str) -> KernelFinding:
     wrong = "The results depend on when asynchronous work ends."
     return KernelFinding("schedule-dependent", "error", detail, entry, wrong=wrong, origin=kernel,
-                         mend="Look for a wait or a barrier that is missing.")  # fmt: skip
+                         mend="Look for a wait or a barrier that is missing.",
+                         page="docs/rules/races.md")  # fmt: skip
 
 
 def _argument(text: str, index: int) -> object:
@@ -311,4 +379,7 @@ def _tested(
         if found.exists():
             checked.ledger.take(read_findings(found))
     if status:
-        checked.failures.append(f"{' '.join(tests)}: tests fail under the schedule {schedule}")
+        named = " ".join(tests)
+        checked.failures.append(
+            Complaint(f"failing tests under {schedule}", f"{named}: tests fail under the schedule {schedule}")
+        )

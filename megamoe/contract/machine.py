@@ -228,6 +228,10 @@ class KernelMachine(Protocol):
         """The kernels of a module and their parameters."""
         ...
 
+    def source_of(self, ptx: str, line: int) -> Sequence[SourceLike]:
+        """The places in the source of a PTX line, innermost first; () if the PTX names none."""
+        ...
+
     def bind(self, ptx: str, entry: str) -> None:
         """Bind every instruction of a kernel to its semantics, as the first step of a launch does."""
         ...

@@ -26,13 +26,27 @@ _LEVELS: dict[Grade, str] = {"error": "error", "portability": "warning", "note":
 _FORMAT = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """What is wrong and no finding. `kind`: a few words, such as "refused instruction". `place`: if it has one."""
+
+    kind: str
+    sentence: str
+    place: SourceLine | None = None
+
+    @property
+    def name(self) -> str:
+        """The kind and the place."""
+        return f"{self.kind} at {self.place}" if self.place is not None else self.kind
+
+
 @dataclass(slots=True)
 class CheckedRun:
-    """A run: its ledger, `said` about what was clean, and `failures`, sentences about everything else that is wrong."""
+    """A run: its ledger, `said` about what was clean, and `failures`, everything else that is wrong."""
 
     ledger: Ledger
     said: list[str] = field(default_factory=list[str])
-    failures: list[str] = field(default_factory=list[str])
+    failures: list[Complaint] = field(default_factory=list[Complaint])
 
     @property
     def failed(self) -> bool:
@@ -48,7 +62,7 @@ def rendered(checked: CheckedRun, form: Format) -> str:
         # Imported here because JUnit's writer imports the gate's rooms.
         from megamoe.export.junit import findings_as_junit
 
-        return findings_as_junit(checked.ledger, checked.failures)
+        return findings_as_junit(checked.ledger, [(one.name, one.sentence) for one in checked.failures])
     plain = _plain(checked) if form == "json" else _sarif(checked)
     return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
 
@@ -66,7 +80,7 @@ def form_of(path: Path) -> Format:
 
 def _text(checked: CheckedRun) -> str:
     ledger = checked.ledger
-    said = [*checked.said, *checked.failures]
+    said = [*checked.said, *(one.sentence for one in checked.failures)]
     for one in ledger.findings:
         said.append(str(one))
         if (cause := ledger.cause_of(one)) is not None:
@@ -100,7 +114,7 @@ def _plain(checked: CheckedRun) -> dict[str, Any]:
         ],
         "stale_suppressions": [asdict(one) for one in ledger.stale],
         "suppressions_without_effect": [asdict(one) for one in ledger.without_effect],
-        "failures": checked.failures,
+        "failures": [one.sentence for one in checked.failures],
         "said": checked.said,
     }
 
@@ -133,20 +147,20 @@ def _sarif(checked: CheckedRun) -> dict[str, Any]:
         "version": version("megamoe"),
         "rules": [_sarif_rule(first[slug]) for slug in slugs],
     }
-    notices = [(one, "error") for one in checked.failures]
-    notices += [(one, "warning") for one in ledger.remarks]
+    notices = [_notice(one.sentence, "error", one.place) for one in checked.failures]
+    notices += [_notice(one, "warning") for one in ledger.remarks]
     run: dict[str, Any] = {
         "tool": {"driver": driver},
         "columnKind": "unicodeCodePoints",
         "results": [_sarif_result(one, slugs.index(one.rule), ledger) for one in ledger.findings],
-        "invocations": [
-            {
-                "executionSuccessful": not checked.failures,
-                "toolExecutionNotifications": [{"message": {"text": text}, "level": level} for text, level in notices],
-            }
-        ],
+        "invocations": [{"executionSuccessful": not checked.failures, "toolExecutionNotifications": notices}],
     }
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def _notice(text: str, level: str, place: SourceLine | None = None) -> dict[str, Any]:
+    located = {} if place is None else {"locations": [_sarif_location(place)]}
+    return {"message": {"text": text}, "level": level, **located}
 
 
 def _sarif_rule(finding: KernelFinding) -> dict[str, Any]:

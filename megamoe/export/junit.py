@@ -65,16 +65,17 @@ def write_junit(path: Path, verdict: Verdict, figures: Iterable[Figures], starte
     write_file(path, _written(_suites(verdict, figures), started), "JUnit XML to")
 
 
-def findings_as_junit(ledger: Ledger, failures: Sequence[str]) -> str:
-    """XML with a failure for each finding that counts, a skipped case for a suppressed one, and `failures`."""
+def findings_as_junit(ledger: Ledger, failures: Sequence[tuple[str, str]]) -> str:
+    """XML with a failure for each finding that counts, a skipped case for a suppressed one, and `failures`: names and
+    sentences."""
     suites: dict[str, _Suite] = {}
     for number, one in enumerate(ledger.findings, 1):
         suite = suites.setdefault(f"megamoe.{one.kernel_name or 'host'}", _Suite())
         suite.cases.append(_case_of(one, number, ledger))
         suite.said.append(str(one))
     others = suites.setdefault("megamoe.check", _Suite())
-    for number, sentence in enumerate(failures, 1):
-        case = _case("megamoe.check", f"{number}. failure", 0.0)
+    for number, (name, sentence) in enumerate(failures, 1):
+        case = _case("megamoe.check", f"{number}. {name}", 0.0)
         case.append(Failure(_clean(sentence), "failure"))
         others.cases.append(case)
     others.cases.append(_case("megamoe.check", counted(len(ledger.failing), "finding", "counts", "count"), 0.0))

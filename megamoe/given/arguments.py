@@ -13,6 +13,7 @@ import numpy as np
 
 from megamoe.contract.counted import counted
 from megamoe.contract.machine import LaunchRefusedError, Parameter
+from megamoe.given.entry_names import source_name
 from megamoe.given.host_memory import SMALLEST_ADDRESS, Reached
 from megamoe.given.tensor_maps import TensorMapOf
 
@@ -31,16 +32,15 @@ def addresses_among(parameters: Sequence[Parameter], args: Sequence[object]) -> 
 
 def encoded(entry: str, parameters: Sequence[Parameter], args: Sequence[object], reached: Reached) -> list[bytes]:
     """The bytes of each parameter. LaunchRefusedError for a value that does not fit."""
+    kernel = source_name(entry)
+    # Compilers of C++ call a parameter KERNEL_param_0.
+    kinds = [f".{one.type} {one.name.removeprefix(f'{entry}_')}" for one in parameters]
     if len(parameters) != len(args):
-        wanted = ", ".join(f".{one.type} {one.name}" for one in parameters)
-        raise LaunchRefusedError(
-            f"{entry} takes {counted(len(parameters), 'argument')} ({wanted}) and is given {len(args)}"
-        )
+        wanted = counted(len(parameters), "argument")
+        raise LaunchRefusedError(f"{kernel} takes {wanted} ({', '.join(kinds)}) and is given {len(args)}")
     return [
-        _parameter(
-            f"argument {index} of {entry} (.{one.type} {one.name}, {counted(one.size, 'byte')})", one, arg, reached
-        )
-        for index, (one, arg) in enumerate(zip(parameters, args, strict=True))
+        _parameter(f"argument {index} of {kernel} ({kind}, {counted(one.size, 'byte')})", one, arg, reached)
+        for index, (kind, one, arg) in enumerate(zip(kinds, parameters, args, strict=True))
     ]
 
 

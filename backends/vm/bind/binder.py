@@ -73,6 +73,13 @@ class Binder:
         """The error to raise: line, instruction and `reason`."""
         return UnknownInstructionError(f"PTX line {self.instruction.line}: `{self.instruction.text}`: {reason}")
 
+    def _of_width(self, operand: Register, width: int, view: str) -> UnknownInstructionError:
+        """The error for a register of another width. The type is as the opcode spells it: b64, though bound as u64."""
+        needed = WIDTH_OF_VIEW[view]
+        spelt = {part for part in self.instruction.parts if part[1:] == str(needed) and part[0] in "busf"}
+        named = spelt.pop() if len(spelt) == 1 else view
+        return self.error(f"`{operand.name}` holds {counted(width, 'bit')} where {named} needs {needed}")
+
     def outside_ring(self, what: str = "it", why: str = "") -> OutsideRingError:
         """The error to raise if floats are elements of a ring and this instruction, or `what` it computes, has no
         meaning for them."""
@@ -117,7 +124,7 @@ class Binder:
         if isinstance(operand, Register):
             key = self._register(operand)
             if key[0] != width and not (wider and width < key[0] <= 64):
-                raise self.error(f"`{operand.name}` holds {counted(key[0], 'bit')} where {view} needs {width}")
+                raise self._of_width(operand, key[0], view)
             if operand.name in self.rows.rows:
                 self.uses.append(key)
             return key
@@ -147,7 +154,7 @@ class Binder:
             raise self.error(f"operand {operand} cannot be written")
         key = self._register(operand)
         if key[0] != width and not (wider and width < key[0] <= 64):
-            raise self.error(f"`{operand.name}` holds {counted(key[0], 'bit')} where {view} needs {width}")
+            raise self._of_width(operand, key[0], view)
         self.defines.append(key)
         self.places.append(key)
         return key[1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import is_
@@ -212,15 +213,23 @@ def build(
 
     `symbol_spaces` maps the names of variables and parameters that it may address to their state space. `target` and
     `version` are the module's; an instruction that they do not have is refused. `ring`: floats are elements of a ring.
-    `relatives`: instructions that are bound already. Raises UnknownInstructionError for the first instruction that this
+    `relatives`: instructions that are bound already. Raises UnknownInstructionError for all instructions that this
     machine does not have.
     """
     known = Relatives() if relatives is None else relatives
     function = _in_order(function)
     rows = known.rows_for(function.registers, symbol_spaces, (target, version))
-    bound = [
-        known.instruction(one, rows) or _bind(one, rows, target, version, ring=ring) for one in function.instructions
-    ]
+    bound, refused = list[Bound](), list[tuple[int, UnknownInstructionError]]()
+    for one in function.instructions:
+        try:
+            item = known.instruction(one, rows) or _bind(one, rows, target, version, ring=ring)
+            _check_labels(function, item)
+            bound.append(item)
+        except UnknownInstructionError as refusal:
+            refused.append((one.line, refusal))
+    refused += _undeclared(function, symbol_spaces, rows)
+    if refused:
+        raise UnknownInstructionError.of(refused)
     rows.used.update(key for item in bound for key in item.uses)
     leaders = _leaders(function, bound)
     block_of = {start: number for number, start in enumerate(leaders)}
@@ -234,6 +243,29 @@ def build(
     if relatives is not None:
         relatives.leave((target, version), rows, bound)
     return Code(function, [_block(function, bound, block, block_of, rows) for block in blocks], rows, unwritten)
+
+
+def _check_labels(function: Function, item: Bound) -> None:
+    """UnknownInstructionError if a branch goes to a label that is not there."""
+    if item.form.control == "branch":
+        branch_target(function, item.instruction)
+    elif item.form.control == "table":
+        branch_table(function, item.instruction)
+
+
+def _undeclared(
+    function: Function, symbol_spaces: Mapping[str, str], rows: RegisterRows
+) -> Iterator[tuple[int, UnknownInstructionError]]:
+    """A refusal for each name of which the address is taken and which no variable has, and its first PTX line."""
+    for name in dict.fromkeys(name for name, _, _ in rows.addresses):
+        if name == "_" or symbol_spaces.get(name, "code") != "code":
+            continue
+        named = re.compile(rf"(?<![\w$%]){re.escape(name)}(?![\w$])")
+        line = next((one.line for one in function.instructions if named.search(one.text)), 0)
+        yield (
+            line,
+            UnknownInstructionError(f"function {function.name} takes the address of `{name}`, which is not declared"),
+        )
 
 
 def _in_order(function: Function) -> Function:
@@ -400,11 +432,6 @@ def bind_function(
     layout.static_shared = shared - RESERVED
     layout.dynamic = frozenset(dynamic)
     layout.of_system = any(name.removeprefix("%") in RESERVED_OFFSETS for name in layout.code.rows.specials)
-    for name, _, _ in layout.code.rows.addresses:
-        if name != "_" and name not in dynamic and name not in layout.offsets:
-            raise UnknownInstructionError(
-                f"function {function.name} takes the address of `{name}`, which is not declared"
-            )
     return layout
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
-from backends.vm.faults import Fault, Findings, LaunchError, UnknownInstructionError
+from backends.vm.faults import Fault, Findings, LaunchError, SourcePlace, UnknownInstructionError
 from backends.vm.host.abi import HostError
 from backends.vm.host.runtime import PROCESS_END, HostedDevice, Runtime
 from backends.vm.load import LoadedModule, load
@@ -111,6 +111,10 @@ class Session:
         """The entries of a module and their parameters. PtxSyntaxError for text that is not PTX."""
         functions = self._load(ptx).module.functions
         return {name: function.params for name, function in functions.items() if function.is_entry}
+
+    def source_of(self, ptx: str, line: int) -> Sequence[SourcePlace]:
+        """The source places of a PTX line, innermost first; () if the PTX names none."""
+        return source_of(ptx, line)
 
     def _load(self, ptx: str) -> LoadedModule:
         return load(ptx, self._parsed, ring=self._machine.ring)

@@ -590,9 +590,9 @@ def _parked(warps: Sequence[Warp]) -> list[str]:
             if strand.wait is not None:
                 line = warp.code.blocks[strand.block].instructions[-1].line
                 clauses.setdefault(f"at PTX line {line} for {strand.wait.reason()}", []).append(warp.name)
-    return [f"{_names(names)} waits {clause}" for clause, names in clauses.items()]
+    return [f"{_who(names)} {clause}" for clause, names in clauses.items()]
 
 
-def _names(names: list[str]) -> str:
+def _who(names: list[str]) -> str:
     unique = list(dict.fromkeys(names))
-    return unique[0] if len(unique) == 1 else f"{unique[0]} and {len(unique) - 1} more"
+    return f"{unique[0]} waits" if len(unique) == 1 else f"{unique[0]} and {len(unique) - 1} more wait"

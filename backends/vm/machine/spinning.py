@@ -288,20 +288,26 @@ def grouped(warps: Sequence[Warp], watched: Mapping[int, _Watched]) -> list[str]
     clauses: dict[str, list[str]] = {}
     for warp in warps:
         known = watched.get(id(warp))
-        clauses.setdefault(spins(warp, known.blocks if known else ()), []).append(warp.name)
-    others = {what: f" and {len(names) - 1} more" if len(names) > 1 else "" for what, names in clauses.items()}
-    return [f"{names[0]}{others[what]} {what}" for what, names in clauses.items()]
+        clauses.setdefault(_spot(warp, known.blocks if known else ()), []).append(warp.name)
+    return [
+        f"{names[0]} spins {what}" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more spin {what}"
+        for what, names in clauses.items()
+    ]
 
 
 def spins(warp: Warp, blocks: Sequence[int] = ()) -> str:
     """Describes what `warp` does in `blocks` (by default where it is): lines, and the values that it polls there."""
+    return f"spins {_spot(warp, blocks)}"
+
+
+def _spot(warp: Warp, blocks: Sequence[int]) -> str:
     numbers = blocks or ([warp.strands[0].block] if warp.strands else [warp.block])
     there = [warp.code.blocks[number] for number in numbers if number < len(warp.code.blocks)]
     inside = [one for block in there for one in block.instructions]
     lines = sorted({one.line for one in inside}) or [warp.line]
     where = f"PTX line {lines[0]}" if len(lines) == 1 else f"PTX lines {lines[0]} to {lines[-1]}"
     polls = [f"`{one.text}` ({_values(warp, one)})" for one in inside if one.parts[0] in _POLLS]
-    return f"spins at {where}{' on ' + ' and '.join(polls[:3]) if polls else ''}"
+    return f"at {where}{' on ' + ' and '.join(polls[:3]) if polls else ''}"
 
 
 def _values(warp: Warp, one: Instruction) -> str:

@@ -112,6 +112,7 @@ class MBarrier:
 
     def state(self) -> str:
         """One clause for deadlock reports."""
-        tx = f", {self.transactions} transaction bytes outstanding" if self.transactions else ""
+        tx = f", {counted(self.transactions, 'transaction byte')} outstanding" if self.transactions > 0 else ""
+        tx = f", {counted(-self.transactions, 'byte')} more than expected" if self.transactions < 0 else tx
         return (f"phase {self.phase}, {self.pending} of {self.expected} arrivals missing{tx}, "
                 f"last arrival: {self.last_arrival}")  # fmt: skip

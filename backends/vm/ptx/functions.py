@@ -256,9 +256,11 @@ def labels_of(block: RawBlock) -> list[Token]:
 
 
 class FunctionBuilder:
-    """Turns one RawFunction into a Function. An instance is used once."""
+    """Turns one RawFunction into a Function. An instance is used once. `wrong` receives the errors of instructions,
+    which the Function is without."""
 
-    def __init__(self, source: str, scopes: Scopes) -> None:
+    def __init__(self, source: str, scopes: Scopes, wrong: list[MisreadError]) -> None:
+        self._wrong = wrong
         self._source = source
         self._scopes = scopes
         self._variables: list[Variable] = []
@@ -267,7 +269,7 @@ class FunctionBuilder:
         self._branch_targets: dict[str, tuple[str, ...]] = {}
 
     def build(self, raw: RawFunction) -> Function:
-        """The Function. MisreadError for a name declared twice or not at all."""
+        """The Function. MisreadError for a name declared twice."""
         returns, params = self._parameters(raw.returns), self._parameters(raw.params)
         directives = {each.name: tuple(int(value) for value in each.values) for each in raw.directives}
         if raw.body is None:
@@ -307,10 +309,15 @@ class FunctionBuilder:
 
     def _statements(self, block: RawBlock) -> None:
         for statement in block.statements:
-            if isinstance(statement, RawInstruction):
-                self._instruction(statement)
-            else:
-                self._other(statement)
+            try:
+                if isinstance(statement, RawInstruction):
+                    self._instruction(statement)
+                else:
+                    self._other(statement)
+            except MisreadError as wrong:
+                if not isinstance(statement, RawInstruction | RawCall):
+                    raise
+                self._wrong.append(wrong)
 
     def _other(self, statement: RawStatement) -> None:
         if isinstance(statement, Token):

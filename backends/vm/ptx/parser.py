@@ -103,7 +103,7 @@ def parse(text: str, name: str = "<ptx>") -> Module:
     except UnexpectedInput as error:
         raise _unexpected(error, text, name) from None
     except MisreadError as problem:
-        raise PtxSyntaxError(str(problem), name, problem.line, problem.column) from None
+        raise problem.of_file(name) from None
 
 
 def module_of(text: str, read: Lark) -> Module:
@@ -119,8 +119,21 @@ class _ModuleBuilder:
         self._names: set[str] = set()
         self._variables: dict[str, Variable] = {}
         self._functions: dict[str, Function] = {}
+        self._wrong: list[MisreadError] = []
 
     def build(self, raw: RawModule) -> Module:
+        """The Module. MisreadError for the first instruction that is wrong, with all later ones."""
+        try:
+            module = self._module(raw)
+        except MisreadError as last:
+            first, *others = [*self._wrong, last]
+            raise first.with_others(others, None) from None
+        if self._wrong:
+            first, *others = self._wrong
+            raise first.with_others(others, module)
+        return module
+
+    def _module(self, raw: RawModule) -> Module:
         for item in raw.items:
             if isinstance(item, RawVariable):
                 self._declare_variables(item)
@@ -166,7 +179,7 @@ class _ModuleBuilder:
             raise MisreadError(f"{name} is declared twice; a function has one body and a name of its own", raw.name)
         self._names.add(name)
         if not defined:
-            self._functions[name] = FunctionBuilder(self._text, Scopes(self._names)).build(raw)
+            self._functions[name] = FunctionBuilder(self._text, Scopes(self._names), self._wrong).build(raw)
 
 
 def _check_of_module(name: Token) -> None:

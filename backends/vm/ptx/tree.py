@@ -6,11 +6,14 @@ Operands without names (immediates) are already syntax-tree nodes. Operands with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lark import Token
 
 from backends.vm.ptx.literals import Constant
+
+if TYPE_CHECKING:
+    from backends.vm.ptx.ast import Module
 
 
 class Placed(Protocol):
@@ -21,7 +24,14 @@ class Placed(Protocol):
 
 
 class PtxSyntaxError(ValueError):
-    """PTX text that cannot be parsed. The message has file, line and column (from 1), what was seen and expected."""
+    """PTX text that cannot be parsed. The message has file, line and column (from 1), what was seen and expected.
+
+    `others`: what is wrong at later lines. `rest`: the module without the instructions that are wrong, None if it
+    cannot be told.
+    """
+
+    others: tuple[PtxSyntaxError, ...] = ()
+    rest: Module | None = None
 
     def __init__(self, problem: str, name: str, line: int | None, column: int | None) -> None:
         place = name if line is None or line < 1 else f"{name}, line {line}, column {column}"
@@ -39,6 +49,19 @@ class MisreadError(ValueError):
         super().__init__(problem)
         self.line = at.line if at is not None else None
         self.column = at.column if at is not None else None
+        self.others = tuple[MisreadError, ...]()
+        self.rest: Module | None = None
+
+    def with_others(self, others: Sequence[MisreadError], rest: Module | None) -> MisreadError:
+        """This error with those at later lines; see PtxSyntaxError."""
+        self.others, self.rest = tuple(others), rest
+        return self
+
+    def of_file(self, name: str) -> PtxSyntaxError:
+        """The error for readers of the file `name`."""
+        told = PtxSyntaxError(str(self), name, self.line, self.column)
+        told.others, told.rest = tuple(one.of_file(name) for one in self.others), self.rest
+        return told
 
 
 class RawDisplaced(NamedTuple):

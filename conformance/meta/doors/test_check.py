@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -88,6 +89,59 @@ def test_every_instruction_must_have_a_meaning(kernel: Path, capsys: pytest.Capt
     assert "setp.gremlin" in said
 
 
+WRONG = (("setp.ge.u32", "bar.sync 0, 48;"), ("@%p1 ret", "bar.sync 17;"), ("mul.wide", "add.u32 %r1, %r77, 1;"))
+"""Before which instruction of GOOD which wrong one is put."""
+
+
+def _with_wrong(*wrong: tuple[str, str]) -> tuple[str, list[int]]:
+    """GOOD with wrong instructions, and their lines."""
+    text = GOOD
+    for before, one in wrong:
+        text = text.replace(f"  {before}", f"  {one}\n  {before}")
+    return text, [text[: text.index(one)].count("\n") + 1 for _, one in wrong]
+
+
+@pytest.mark.parametrize("launch", [(), ("--entry", "fill", "--arg", "u32[4]", "--arg", "4")])
+def test_all_refused_instructions_are_told(
+    launch: tuple[str, ...], kernel: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, (first, second) = _with_wrong(*WRONG[:2])
+    kernel.write_text(text)
+    status, said = _check(capsys, kernel, *launch)
+    told = [one for one in said.splitlines() if "PTX line" in one]
+    assert status == 1, said
+    assert [one.partition(" `")[0] for one in told] == [
+        f"{kernel}: fill: PTX line {line}:" for line in (first, second)
+    ], said
+    assert "under the schedule" not in said, "a refusal depends on no schedule"
+    text, (first, second, third) = _with_wrong(*WRONG)
+    kernel.write_text(text)
+    status, said = _check(capsys, kernel, *launch)
+    assert status == 2, said
+    places = (f"PTX line {first}: `", f"PTX line {second}: `", f"line {third}, column 16: %r77 is not declared")
+    assert [said.find(f"{kernel}, {one}") >= 0 for one in places] == [True] * 3, said
+
+
+def test_a_refused_instruction_has_its_place_in_every_format(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, (line, _) = _with_wrong(*WRONG[:2])
+    kernel.write_text(text)
+    run = json.loads(_check(capsys, kernel, "--format", "sarif")[1])["runs"][0]
+    first, second = run["invocations"][0]["toolExecutionNotifications"]
+    assert first["level"] == second["level"] == "error"
+    (place,) = first["locations"]
+    assert place["physicalLocation"]["artifactLocation"]["uri"].endswith("kernel.ptx")
+    assert place["physicalLocation"]["region"] == {"startLine": line}
+    assert f'name="1. refused instruction at {kernel}:{line}"' in _check(capsys, kernel, "--format", "junit")[1]
+    located = text.replace(".visible", '.file 1 "/src/fill.cu"\n.visible', 1).replace(
+        "  bar.sync 0", "  .loc 1 7 3\n  bar.sync 0"
+    )
+    kernel.write_text(located)
+    run = json.loads(_check(capsys, kernel, "--format", "sarif")[1])["runs"][0]
+    (place,) = run["invocations"][0]["toolExecutionNotifications"][0]["locations"]
+    assert place["physicalLocation"]["artifactLocation"]["uri"] == "file:///src/fill.cu"
+    assert place["physicalLocation"]["region"] == {"startLine": 7, "startColumn": 3}
+
+
 def test_a_launch_holds_the_schedules_against_each_other(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, said = _check(capsys, kernel, "--entry", "fill", "--arg", "u32[100]", "--arg", "100")
     assert (status, "no rule broken" in said) == (0, True), said
@@ -160,6 +214,57 @@ def test_a_cta_and_a_warp_come_late(
     assert (status, "the same results under eager, lazy, late_cta:0, late_warp:0, random:0" in said) == (0, True), said
 
 
+@pytest.mark.parametrize(
+    ("late", "launched", "sentence"),
+    [
+        ("late_warp:99", ("--block", "32"), "late_warp:99 delays nothing: a CTA of this launch has one warp"),
+        ("late_warp:99", ("--block", "48"), "late_warp:99 delays warp 1: a CTA of this launch has 2 warps"),
+        ("late_cta:7", ("--grid", "2"), "late_cta:7 delays nothing: a cluster of this launch has one CTA"),
+        (
+            "late_cta:7",
+            ("--grid", "2", "--cluster", "2"),
+            "late_cta:7 delays CTA 1: a cluster of this launch has 2 CTAs",
+        ),
+        ("late_warp:1", ("--block", "64"), ""),
+        ("eager", ("--block", "32"), ""),
+    ],
+)
+def test_a_schedule_that_delays_nothing_is_said(
+    kernel: Path, capsys: pytest.CaptureFixture[str], late: str, launched: tuple[str, ...], sentence: str
+) -> None:
+    asked = ("--entry", "fill", *launched, "--schedule", late, "--arg", "u32[100]", "--arg", "32")
+    status, said = _check(capsys, kernel, *asked)
+    assert status == 0, said
+    assert (
+        (f"{kernel}: the schedule {sentence}" in " ".join(said.split())) if sentence else "the schedule" not in said
+    ), said
+
+
+MANGLED = "_ZN4mine4fillEPjj"
+
+
+def test_refusals_and_entries_have_the_names_of_the_source(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = re.sub(r"\b([yn])\b(?=[,)\]])", rf"{MANGLED}_param_\1", GOOD).replace(" fill(", f" {MANGLED}(")
+    kernel.write_text(text)
+    assert f"{kernel}: mine::fill: 2 parameters" in _check(capsys, kernel)[1]
+    for asked, sentence in (
+        (("--arg", "u32[4]"), "mine::fill takes 2 arguments (.u64 param_y, .u32 param_n) and is given 1"),
+        (("--arg", "u32[4]", "--arg", "0.5"), "argument 1 of mine::fill (.u32 param_n, 4 bytes) cannot be 0.5"),
+        (("--arg", "u32[4]", "--arg", "4", "--block", "4096"), "mine::fill: grid (1, 1, 1), cluster (1, 1, 1), block"),
+    ):
+        status, said = _check(capsys, kernel, "--entry", "fill", *asked)
+        assert (status, sentence in said, MANGLED in said) == (2, True, False), said
+
+
+def test_a_result_that_depends_on_the_schedule_leads_to_a_page(
+    kernel: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel.write_text(TICKETS.replace("WHO", "%warpid"))
+    _, said = _check(capsys, kernel, "--entry", "draw", "--block", "64", "--arg", "u32[3]")
+    assert "read more: docs/rules/races.md" in said, said
+    assert "schedule-dependent" in (ROOT / "docs/rules/races.md").read_text("utf-8")
+
+
 SPIN = "mov.u32 %r2, 0;\nagain: add.u32 %r2, %r2, 1;\nsetp.lt.u32 %p1, %r2, 4000000000;\n@%p1 bra again;"
 
 
@@ -171,7 +276,7 @@ def test_a_kernel_that_does_not_end_is_a_sentence_that_says_where(
     status, said = _check(capsys, kernel, *asked)
     assert status == 1, "it did not show that it is right"
     assert "under the schedule eager: no end within 0.3 host seconds: kernel fill: CTA (0, 0, 0), warp 0" in said, said
-    assert "spins at PTX lines 13 to 15" in said, said
+    assert "spin at PTX lines 13 to 15" in said, said
 
 
 SPINNING = """

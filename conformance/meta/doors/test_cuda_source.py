@@ -217,3 +217,60 @@ def test_lines_of_text_are_those_of_no_file(monkeypatch: pytest.MonkeyPatch, alo
             vm.launch(text, "racing", 1, 64, torch.zeros(1, dtype=torch.int32))
     assert {str(one.place) for one in vm.findings} == {"source.cu:5:3"}
     assert len(vm.findings) == 2, "findings of two texts are two"
+
+
+ROTATE = """
+namespace mine {
+template <typename T, int N>
+__global__ void rotate(T* out, const T* in) { out[threadIdx.x] = in[(threadIdx.x + 1) % N]; }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "compilers",
+    [
+        pytest.param("nvccs", marks=pytest.mark.skipif(not cuda_source.nvccs(), reason="there is no nvcc")),
+        pytest.param("nvrtc_binding", marks=with_nvrtc),
+    ],
+)
+@pytest.mark.parametrize("entry", ["mine::rotate<float, 32>", "rotate<float, 32>"])
+def test_a_template_is_instantiated_for_its_launch(compilers: str, entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {"nvccs": ("nvrtc_binding", None), "nvrtc_binding": ("nvccs", [])}[compilers]
+    monkeypatch.setattr(cuda_source, other[0], lambda: other[1])
+    cuda_source._compiled.cache_clear()
+    x, y = torch.arange(32.0), torch.zeros(32)
+    Device("sm_100a").launch(ROTATE, entry, 1, 32, y, x)
+    cuda_source._compiled.cache_clear()
+    assert torch.equal(y, x.roll(-1))
+
+
+@pytest.mark.skipif(not cuda_source.available(), reason="there is no compiler for CUDA C++")
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("rotate", "add `template __global__ void rotate<...>(...);`"),
+        ("rotate<float, none>", 'identifier "none" is undefined'),
+        ("rotate<float, none>", "add `template __global__ void rotate<float, none>(...);`"),
+    ],
+)
+def test_a_template_that_is_not_instantiated_is_said(entry: str, told: str) -> None:
+    with pytest.raises(LaunchRefusedError) as refused:
+        Device("sm_100a").launch(ROTATE, entry, 1, 32, None, None)
+    assert "its entries are: none; a template is compiled only where it is instantiated" in str(refused.value)
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "kernel"),
+    [
+        ("template <int N> __global__ void __launch_bounds__(128, 2) k(int* a) {}", "k"),
+        ('template <class T = int>\nextern "C++" __global__ static void k(T a) {}', "k"),
+        ("template <class T, class U = A<T>> static __global__ __launch_bounds__(64) void k(T a) {}", "k"),
+        ("// template <int N> __global__ void k(int* a) {}", ""),
+        ("template <int N> __device__ void f(int* a) {}\n__global__ void k(int* a) { f<1>(a); }", ""),
+    ],
+)
+def test_templates_of_kernels_are_known_in_the_source(text: str, kernel: str) -> None:
+    said = cuda_source.templates_wanting(text)
+    assert (f"void {kernel}<...>(...)" in said) if kernel else not said

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megamoe.cli.main import main
-from megamoe.export.findings import CheckedRun, form_of, read_findings, rendered
+from megamoe.export.findings import CheckedRun, Complaint, form_of, read_findings, rendered
 from megamoe.findings import PROFILES, CollidingAccess, KernelFinding, Ledger, Profile, SourceLine, Suppression
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.vm import Device, KernelFault
@@ -540,7 +540,7 @@ def run_of_all_sorts() -> CheckedRun:
     launched(device, RACE, TWICE, UNSPECIFIED)
     ledger.take(device.findings)
     ledger.take([finding(), finding(rule="tmem-leak", source=(), line=0, kernel="an odd <name> & \x01", text="")])
-    return CheckedRun(ledger, ["one.ptx: clean"], ["two.ptx: no form of add.gremlin"])
+    return CheckedRun(ledger, ["one.ptx: clean"], [Complaint("refused", "two.ptx: no form of add.gremlin")])
 
 
 def test_json_is_read_back(tmp_path: Path) -> None:

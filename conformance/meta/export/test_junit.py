@@ -180,7 +180,7 @@ def test_findings_of_kernels_have_the_same_form() -> None:
     odd = "an odd <name> & \x01"
     ledger.take(KernelFinding("race", "error", f"what {odd} does", kernel) for kernel in ("loud", "quiet", odd, ""))
     ledger.take([KernelFinding("unfenced-overwrite", "portability", "no fence", "loud")])
-    for failures in ([], [odd]):
+    for failures in ([], [(odd, odd)]):
         root = ElementTree.fromstring(findings_as_junit(ledger, failures))
         assert not list(_complaints(root))
         assert len(list(root.iter("failure"))) == 3 + len(failures), "three races of kernels that nobody suppressed"

@@ -41,7 +41,8 @@ MEGAMOE = {
     "explain": "contract runner spec ops records judge",
     "report": "contract spec records diff explain",
     "export": "contract runner spec ops records gate findings",
-    "cli": "megamoe contract runner spec records diff judge gate bench explain report export vm cuda_source findings",
+    "cli": "megamoe contract runner spec records diff judge gate bench explain report export vm cuda_source findings "
+    "given",
     # The doors. Each finds its machine by entry point, so none of them imports a backend.
     "findings": "contract spec given",
     "cuda_source": "contract",

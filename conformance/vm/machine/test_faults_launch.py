@@ -13,6 +13,7 @@ from backends.vm.load import load
 from backends.vm.machine.code import BoundFunction
 from backends.vm.machine.machine import Machine
 from backends.vm.memory.dependent_launches import MOST_OVERLAPPING
+from backends.vm.ptx.tree import PtxSyntaxError
 from conformance.vm.kernel import Kernel, assert_blamed, assert_clean, collected, slugs
 from megamoe.contract import BufferArg, Launch, Program, RunOptions
 
@@ -149,6 +150,10 @@ UNKNOWN = {
     "a repetition": ("tcgen05.ld.sync.aligned.16x256b.x64.b32 {%r1}, [%r3];", "x64.*up to x32"),
     "too few registers": ("tcgen05.ld.sync.aligned.32x32b.x4.b32 {%r1, %r2}, [%r3];", "a vector of 2 where 4"),
     "an operand too many": ("add.u32 %r1, %r2, %r3, %r4;", "4 operands where this form takes 3"),
+    "a register of another width for a type of bits": (
+        "st.global.b64 [%rd1], %r2;",
+        "`%r2` holds 32 bits where b64 needs 64",
+    ),
     "a register of another width": ("add.u32 %r1, %rd2, %r3;", "`%rd2` holds 64 bits where .*32"),
     "a register of floats in an integer instruction": (
         "add.u32 %r1, %f1, %r3;",
@@ -188,6 +193,30 @@ def test_an_instruction_that_the_machine_does_not_have(name: str) -> None:
     assert isinstance(caught.value, UnknownInstructionError) or type(caught.value).__name__ == "PtxSyntaxError"
     said = str(caught.value)
     assert str(kernel.blamed_line) in said, f"line {kernel.blamed_line} is not named: {said}"
+
+
+def test_the_refusals_of_a_function_are_told_together_and_not_without_end() -> None:
+    many = "\n".join(f"bar.sync {number};" for number in range(16, 30))
+    kernel = replace(PLAIN, body=f"bar.sync 0, 48; //!\n{many}\nbar.sync 17;\nret;")
+    with pytest.raises(UnknownInstructionError) as caught:
+        kernel.run()
+    first, *others, last = str(caught.value).splitlines()
+    line = kernel.blamed_line
+    assert first.startswith(f"PTX line {line}: `bar.sync 0, 48;`: "), first
+    assert [one.partition(":")[0] for one in others] == [f"PTX line {line + 1 + number}" for number in range(9)]
+    assert last == "and 6 more"
+
+
+def test_names_that_are_not_declared_are_told_with_what_binding_refuses() -> None:
+    kernel = replace(PLAIN, body="bar.sync 17; //!\nadd.u32 %r1, %nobody, 1;\nadd.u32 %nobody, %r1, 1;\nret;")
+    with pytest.raises(PtxSyntaxError) as caught:
+        kernel.run()
+    first, second = str(caught.value).splitlines()
+    assert first.startswith(f"<ptx>, PTX line {kernel.blamed_line}: `bar.sync 17;`: "), first
+    assert second.startswith(f"<ptx>, line {kernel.blamed_line + 1}, column "), second
+    assert second.endswith("%nobody is not declared: no register, variable, parameter, function or label of that name "
+                           "is seen here")  # fmt: skip
+    assert caught.value.problem.startswith("%nobody")
 
 
 FITTING = (

@@ -267,7 +267,12 @@ DEADLOCKS = {
         f"{ONE}@%p1 mbarrier.init.shared::cta.b64 [mbar], 2;\n{SYNC}\n{ARRIVE}\n{wait('mbar', 0)}\nret;",
         "1 of 2 arrivals missing",
         "last arrival: CTA (0, 0, 0), warp 0 at PTX line",
-        "and 1 more waits at PTX line",
+        "and 1 more wait at PTX line",
+    ),
+    "more bytes than expected": (
+        f"{ONE}{INIT}\n{SYNC}\n@%p1 mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [mbar], 64;\n"
+        f"@%p1 {ARRIVE.strip().removeprefix('@%p1 ')}\n{wait('mbar', 0)}\nret;",
+        "0 of 1 arrivals missing, 64 bytes more than expected, last arrival",
     ),
     "two warps that wait for each other": (
         f"""{ONE}{init("mbar", "second")}
