@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal, cast, get_args
@@ -316,25 +317,65 @@ def read_suppressions(path: str | Path, rules: Collection[str] | None = None) ->
 # A run
 
 
+_GRADES: Final = get_args(Grade)
 _PTX_LINES = re.compile(r"PTX lines? (\d+)(?: to (\d+))?")
 _CTA = re.compile(r"CTA (\([\d, ]+\))")
-_GRADES: Final = get_args(Grade)
+_WARP = re.compile(r"(?:CTA (\([\d, ]+\)), )?\bwarp (\d+)(?: of CTA (\([\d, ]+\)))?( and \d+ more)?")
 
 
-def by_grade(found: Iterable[KernelFinding]) -> list[KernelFinding]:
-    """Errors first, since what is less may follow from them; in order of occurrence within a grade."""
-    return sorted(found, key=lambda one: _GRADES.index(one.grade))
+@dataclass(frozen=True, slots=True)
+class _Threads:
+    """CTAs and warps that a finding names. `warps`: with their CTAs; none if it does not name all of them."""
+
+    ctas: frozenset[str]
+    warps: frozenset[tuple[str, str]]
+
+    @classmethod
+    @lru_cache(4096)
+    def of(cls, text: str) -> _Threads:
+        """Those in a text. A warp without a CTA is of the first one that is named."""
+        ctas, warps = _CTA.findall(text), _WARP.findall(text)
+        named = {(before or behind or "".join(ctas[:1]), warp) for before, warp, behind, _ in warps}
+        return cls(frozenset(ctas), frozenset() if any(more for *_, more in warps) else frozenset(named))
+
+
+def _threads_of(finding: KernelFinding) -> _Threads:
+    """Those of the first occurrence. What ends a launch names them in its detail alone."""
+    other = finding.other.who if finding.other else ""
+    return _Threads.of(f"{finding.where}; {other}" if _CTA.search(finding.where) else finding.detail)
+
+
+def _may_lead(cause: KernelFinding, threads: _Threads) -> bool:
+    """Whether what a thread did before it had waited may concern `threads`.
+
+    Between the same two CTAs, the other warps of both went on behind it. Within a CTA, they may not have.
+    """
+    ahead = _threads_of(cause)
+    if not threads.ctas or not threads.ctas <= ahead.ctas:
+        return False
+    early = _Threads.of(cause.where).warps
+    return len(threads.ctas) > 1 or not threads.warps or not early or bool(threads.warps & early)
 
 
 def _lines_of(finding: KernelFinding) -> set[int]:
-    """The PTX lines of which a finding speaks."""
-    spoken = _PTX_LINES.findall(finding.detail)
-    return {finding.line} | {line for first, last in spoken for line in range(int(first), int(last or first) + 1)}
+    """The single PTX lines of which a finding speaks."""
+    return {finding.line} | {int(first) for first, last in _PTX_LINES.findall(finding.detail) if not last}
 
 
-def _ctas_of(finding: KernelFinding) -> set[str]:
-    """The CTAs of the first occurrence."""
-    return set(_CTA.findall(f"{finding.where} {finding.other.who if finding.other else ''}"))
+def _is_within(cause: KernelFinding, finding: KernelFinding) -> bool:
+    """Whether `cause` is between PTX lines of which `finding` speaks, in a CTA that runs there."""
+    ctas = _Threads.of(cause.where).ctas
+    return any(
+        last and int(first) <= line <= int(last) and ctas & (_Threads.of(clause).ctas or _threads_of(finding).ctas)
+        for clause in finding.detail.split("; ")
+        for first, last in _PTX_LINES.findall(clause)
+        for line in _accesses(cause)
+    )
+
+
+def _accesses(finding: KernelFinding) -> set[int]:
+    """The PTX lines of both accesses, as far as they are known."""
+    return {finding.line, finding.other.line if finding.other else 0} - {0}
 
 
 @dataclass(slots=True)
@@ -360,8 +401,25 @@ class Ledger:
 
     @property
     def findings(self) -> list[KernelFinding]:
-        """All findings, in the order of their first occurrence."""
-        return by_grade(self.by_site.values())
+        """All findings, as `in_order` has them."""
+        return self.in_order(self.by_site.values())
+
+    def in_order(self, found: Iterable[KernelFinding]) -> list[KernelFinding]:
+        """Findings of this ledger: errors first, since what is less may follow from them. Within a grade, in order of
+        occurrence, but what may follow from another comes after it."""
+        graded = sorted(found, key=lambda one: _GRADES.index(one.grade))
+        at = {one.site: one for one in reversed(graded)}
+        placed = dict[int, KernelFinding]()
+        for one in graded:
+            chain = [one]
+            while (cause := self.cause_of(chain[-1])) is not None:
+                known = at.get(cause.site)
+                if known is None or known.grade != one.grade or known in chain:
+                    break
+                chain.append(known)
+            for each in reversed(chain):
+                placed.setdefault(id(each), each)
+        return list(placed.values())
 
     def take(self, found: Iterable[KernelFinding]) -> list[KernelFinding]:
         """Adds findings, in order of occurrence, and returns those at new sites."""
@@ -383,20 +441,35 @@ class Ledger:
     def cause_of(self, finding: KernelFinding) -> KernelFinding | None:
         """A missing order that `finding` may follow from.
 
-        It is at a PTX line of which `finding` speaks, unless this names a missing order itself. Or it was found before,
-        between the same CTAs, and its rule says that the rule of `finding` may follow from it.
+        It is at a PTX line of which `finding` speaks, or, if this names a missing order itself, it is about the same
+        two instructions and its rule says that the rule of `finding` may follow from it. If there is none, it was found
+        before: it is between lines that `finding` names, or its rule leads to that of `finding` and they concern the
+        same threads. Where several are as near, it is one that follows from none of the others.
         """
-        before = True
-        lines = set[int]() if finding.missing else _lines_of(finding) - {0}
+        lines = _lines_of(finding) - {0}
+        before, exact, within, general = True, *(list[KernelFinding]() for _ in range(3))
         for one in self.by_site.values():
             before = before and one.site != finding.site
             if not one.missing or (one.module, one.kernel) != (finding.module, finding.kernel):
                 continue
-            if lines & {one.line, one.other.line if one.other else 0}:
-                return one
-            if before and finding.rule in one.leads_to and _ctas_of(finding) <= _ctas_of(one):
-                return one
-        return None
+            leads = finding.rule in one.leads_to
+            if finding.missing:
+                pair = leads and None not in (one.other, finding.other) and _accesses(one) == _accesses(finding)
+                exact += [one] * pair
+            elif lines & _accesses(one):
+                exact.append(one)
+            elif before and _is_within(one, finding):
+                within.append(one)
+            if before and leads and _may_lead(one, _threads_of(finding)):
+                general.append(one)
+        near = exact or within or general
+        led = {slug for one in near for slug in one.leads_to}
+        return next((one for one in near if one.rule not in led), near[0] if near else None)
+
+    def said_of_cause(self, finding: KernelFinding) -> str:
+        """ "may follow from: [race] at PTX line 7"; "" if it may follow from nothing."""
+        cause = self.cause_of(finding)
+        return "" if cause is None else f"may follow from: [{cause.rule}] at PTX line {cause.line}"
 
     def suppression_of(self, finding: KernelFinding) -> Suppression | None:
         """The entry that matches `finding`. A finding that ended its launch has none, because the results are lost."""

@@ -69,8 +69,8 @@ def _text(checked: CheckedRun) -> str:
     said = [*checked.said, *checked.failures]
     for one in ledger.findings:
         said.append(str(one))
-        if (cause := ledger.cause_of(one)) is not None:
-            said.append(f"  may follow from: [{cause.rule}] at PTX line {cause.line}")
+        if cause := ledger.said_of_cause(one):
+            said.append(f"  {cause}")
         if (suppressed := ledger.suppression_of(one)) is not None:
             said.append(f"  suppressed: {suppressed.reason} ({suppressed.where})")
     said += ledger.remarks

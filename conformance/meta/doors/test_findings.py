@@ -15,7 +15,16 @@ import pytest
 
 from megamoe.cli.main import main
 from megamoe.export.findings import CheckedRun, form_of, read_findings, rendered
-from megamoe.findings import PROFILES, CollidingAccess, KernelFinding, Ledger, Profile, SourceLine, Suppression
+from megamoe.findings import (
+    PROFILES,
+    CollidingAccess,
+    KernelFinding,
+    Ledger,
+    Profile,
+    SourceLine,
+    Suppression,
+    module_of,
+)
 from megamoe.spec.marked_yaml import SpecError
 from megamoe.vm import Device, KernelFault
 
@@ -249,11 +258,14 @@ def test_a_narrow_poll_may_cause_what_comes_after_it() -> None:
                    other=CollidingAccess("warp 2 of CTA (0, 0, 0)", "wrote", 3))  # fmt: skip
     elsewhere = finding(rule="global-race", missing="a release", line=20, where="CTA (2, 0, 0), warp 3",
                         other=CollidingAccess("warp 2 of CTA (0, 0, 0)", "wrote", 3))  # fmt: skip
-    deadlock = finding(rule="deadlock", line=40, where="", detail="warp 0 spins at PTX line 40")
+    deadlock = finding(rule="deadlock", line=40, where="all warps wait or spin",
+                       detail="nobody can move: CTA (1, 0, 0), warp 3 and 5 more spins at PTX line 40")  # fmt: skip
+    nowhere = finding(rule="deadlock", line=40, where="", detail="warp 0 spins at PTX line 40")
     poll = finding(**NARROW)
     assert _cause(poll, race) == "scope-too-narrow"
     assert _cause(poll, elsewhere) == "", "the poll ordered other CTAs"
     assert _cause(poll, deadlock) == "scope-too-narrow"
+    assert _cause(poll, nowhere) == "", "nobody knows which CTA spins"
     assert _cause(poll, finding(rule="misaligned", line=40)) == "", "no order mends it"
     assert _cause(finding(**{**NARROW, "kernel": "other"}), race) == ""
     ledger = Ledger()
@@ -261,10 +273,64 @@ def test_a_narrow_poll_may_cause_what_comes_after_it() -> None:
     assert ledger.cause_of(race) is None, "it happened before the poll"
 
 
+def test_within_a_cta_only_the_thread_that_did_not_wait_may_have_caused_it() -> None:
+    unread = finding(rule="wait-result-unread", missing="a loop", line=5, where="CTA (0, 0, 0), warp 0",
+                     leads_to=("race",))  # fmt: skip
+    for where, who, caused in (
+        ("CTA (0, 0, 0), warp 2", "warp 1", False),
+        ("CTA (0, 0, 0), warp 2", "warp 0", True),
+        ("CTA (0, 0, 0), warp 0", "warp 1", True),
+        ("CTA (1, 0, 0), warp 0", "warp 1", False),
+    ):
+        race = finding(missing="a barrier", line=20, where=where, other=CollidingAccess(who, "wrote", 15))
+        assert bool(_cause(unread, race)) == caused, (where, who)
+
+
 def test_a_cause_may_lie_within_the_lines_that_are_named() -> None:
-    within = finding(rule="deadlock", line=7, detail="warp 0 spins at PTX lines 7 to 12 on `ld.acquire.cta.u32`")
-    assert _cause(finding(**{**NARROW, "leads_to": ()}), within) == "scope-too-narrow"
-    assert _cause(finding(**{**NARROW, "leads_to": (), "line": 13}), within) == ""
+    within = finding(rule="deadlock", line=7, where="all warps spin", detail="nothing changes: CTA (1, 0, 0), "
+                     "warp 0 spins at PTX lines 7 to 12; CTA (2, 0, 0), warp 0 spins at PTX lines 20 to 30")  # fmt: skip
+    poll = finding(**{**NARROW, "leads_to": ()})
+    assert _cause(poll, within) == "scope-too-narrow"
+    for line in (13, 25):
+        assert _cause(finding(**{**NARROW, "leads_to": (), "line": line}), within) == "", "that is in another CTA"
+    ledger = Ledger()
+    ledger.take([within, poll])
+    assert ledger.cause_of(within) is None, "it happened before the poll"
+
+
+def test_a_cause_at_the_line_comes_before_one_anywhere() -> None:
+    race = finding(missing="a barrier", line=20, where="CTA (1, 0, 0), warp 0")
+    misused = finding(rule="mbarrier-misuse", line=20, where="CTA (1, 0, 0), warp 0", detail="PTX lines 8 to 20")
+    poll = finding(**{**NARROW, "leads_to": ("mbarrier-misuse",)})
+    assert _cause(poll, misused) == "scope-too-narrow"
+    assert _cause(poll, race, misused) == "race"
+
+
+def test_the_message_of_a_launch_says_what_it_may_follow_from() -> None:
+    device = Device("sm_100a")
+    device.ledger.take([finding(rule="wait-result-unread", kernel="kernel", module=module_of(kernel(RACE)),
+                                missing="a loop", line=5, leads_to=("race",))])  # fmt: skip
+    fault = launched(device, RACE)
+    assert "; it may follow from: [wait-result-unread] at PTX line 5" in str(fault), fault
+
+
+def test_what_may_follow_from_a_finding_comes_after_it() -> None:
+    """A copy overwrites what a warp has read, because the warp never waited for the copy."""
+    copy = CollidingAccess("a copy", "writes", 77)
+    race = finding(missing="a barrier", line=77, other=CollidingAccess("warp 1", "read", 91))
+    unawaited = finding(rule="copy-not-awaited", missing="a wait", line=91, other=copy, leads_to=("race", "deadlock"))
+    undefined = finding(rule="uninitialised-shared", line=97, detail="PTX line 91 reads it")
+    apart = finding(missing="a barrier", line=30, other=CollidingAccess("warp 1", "read", 31))
+    ledger = Ledger()
+    ledger.take([apart, undefined, race, unawaited])
+    assert ledger.findings == [apart, unawaited, undefined, race]
+    assert [ledger.said_of_cause(one) for one in ledger.findings] == [
+        "", "", *["may follow from: [copy-not-awaited] at PTX line 91"] * 2
+    ]  # fmt: skip
+    assert ledger.in_order([race, undefined]) == [race, undefined], "those that are asked for, and no others"
+    less = Ledger()
+    less.take([race, finding(rule="copy-not-awaited", grade="note", missing="a wait", line=91, leads_to=("race",))])
+    assert less.findings[0] == race, "the grade comes first"
 
 
 PUBLISHED = """  mov.u32 %r4, %ctaid.x;
