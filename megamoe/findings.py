@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
+from os.path import normpath
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal, cast, get_args
 
@@ -51,6 +52,22 @@ class SourceLine:
     def of(cls, places: Sequence[SourceLike]) -> tuple[SourceLine, ...]:
         """Converts a machine's source places, innermost first."""
         return tuple(cls(one.file, one.line, one.column, one.function) for one in places)
+
+
+_TOOLKIT = re.compile(
+    r"^/(?:usr|opt)/(?:.*/)?include/|/targets/[^/]+/include/|/include/cccl/"
+    r"|/(?:site|dist)-packages/(?:nvidia|triton|cutlass|nvidia_cutlass_dsl)/"
+)
+"""Folders of compilers and their libraries, whose lines are inlined into the user's."""
+
+
+def own_line(source: Sequence[SourceLine]) -> SourceLine | None:
+    """The user's line among inlined ones, innermost first: the first in the folder of the run, which code hosts can
+    show; else the first that is no toolkit's; else the first."""
+    own = [one for one in source if not _TOOLKIT.search(normpath(one.file))]
+    here = Path.cwd()
+    near = [one for one in own if (path := Path(normpath(one.file))).is_relative_to(here) or not path.is_absolute()]
+    return next(iter((*near, *own, *source)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +184,11 @@ class KernelFinding:
         return self.source[0] if self.source else self.ptx_place
 
     @property
+    def own_place(self) -> SourceLine:
+        """The line of the user's own file, which may call that of `place`."""
+        return own_line(self.source) or self.ptx_place
+
+    @property
     def ptx_place(self) -> SourceLine:
         """The PTX line, in the PTX file if there is one, else in a file with the kernel's name."""
         return SourceLine(self.origin if self.origin.endswith(".ptx") else f"{self.kernel}.ptx", max(self.line, 1))
@@ -174,7 +196,8 @@ class KernelFinding:
     @property
     def sentence(self) -> str:
         """The finding in one line."""
-        source = f"{self.source[0]}, " if self.source else ""
+        inlined = f" (inlines {self.place})" if self.own_place != self.place else ""
+        source = f"{self.own_place}{inlined}, " if self.source else ""
         text = self.text if len(self.text) <= MAX_TEXT else f"{self.text[:MAX_TEXT]}..."
         line = f", {source}PTX line {self.line} `{text}`" if self.line else ""
         lane = f", lane {self.lane}" if self.lane is not None else ""
@@ -467,9 +490,9 @@ class Ledger:
         return next((one for one in near if one.rule not in led), near[0] if near else None)
 
     def said_of_cause(self, finding: KernelFinding) -> str:
-        """ "may follow from: [race] at PTX line 7"; "" if it may follow from nothing."""
+        """ "[race] at PTX line 7", which `finding` may follow from; "" if it may follow from nothing."""
         cause = self.cause_of(finding)
-        return "" if cause is None else f"may follow from: [{cause.rule}] at PTX line {cause.line}"
+        return "" if cause is None else f"[{cause.rule}] at PTX line {cause.line}"
 
     def suppression_of(self, finding: KernelFinding) -> Suppression | None:
         """The entry that matches `finding`. A finding that ended its launch has none, because the results are lost."""

@@ -119,7 +119,7 @@ class Device:
         others = len(failing) - (first in failing)
         told = first.sentence + (f"; the other access: {first.other}" if first.other and first.other.source else "")
         cause = self.ledger.said_of_cause(first)
-        told += f"; it {cause}" if cause else ""
+        told += f"; it may follow from {cause}" if cause else ""
         more = f" (and {counted(others, 'more finding')} that count{'s' * (others == 1)})" if others else ""
         fault = KernelFault(f"{told}{more}", first.rule, found)
         for tell in ON_FAULT:
