@@ -70,6 +70,12 @@ def own_line(source: Sequence[SourceLine]) -> SourceLine | None:
     return next(iter((*near, *own, *source)), None)
 
 
+def _told(source: Sequence[SourceLine]) -> str:
+    """The user's line and the innermost one; "" if none is known."""
+    own = own_line(source)
+    return "" if own is None else f"{own}{f' (inlines {source[0]})' if own != source[0] else ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class CollidingAccess:
     """The access that a finding collides with: `who` did `did` (such as "wrote") at PTX `line`, 0 if unknown."""
@@ -85,7 +91,7 @@ class CollidingAccess:
         return cls(access.who, access.did, access.line, SourceLine.of(access.source))
 
     def __str__(self) -> str:
-        place = f" at {self.source[0]}" if self.source else ""
+        place = f" at {_told(self.source)}" if self.source else ""
         return f"{with_source_names(self.who)} {self.did} it{place}{f', PTX line {self.line}' if self.line else ''}"
 
 
@@ -196,8 +202,7 @@ class KernelFinding:
     @property
     def sentence(self) -> str:
         """The finding in one line."""
-        inlined = f" (inlines {self.place})" if self.own_place != self.place else ""
-        source = f"{self.own_place}{inlined}, " if self.source else ""
+        source = f"{_told(self.source)}, " if self.source else ""
         text = self.text if len(self.text) <= MAX_TEXT else f"{self.text[:MAX_TEXT]}..."
         line = f", {source}PTX line {self.line} `{text}`" if self.line else ""
         lane = f", lane {self.lane}" if self.lane is not None else ""
@@ -376,8 +381,10 @@ def _may_lead(cause: KernelFinding, threads: _Threads) -> bool:
     ahead = _threads_of(cause)
     if not threads.ctas or not threads.ctas <= ahead.ctas:
         return False
-    early = _Threads.of(cause.where).warps
-    return len(threads.ctas) > 1 or not threads.warps or not early or bool(threads.warps & early)
+    early = _Threads.of(cause.where)
+    if not early.ctas <= threads.ctas:
+        return False
+    return len(threads.ctas) > 1 or not threads.warps or not early.warps or bool(threads.warps & early.warps)
 
 
 def _lines_of(finding: KernelFinding) -> set[int]:
@@ -493,6 +500,11 @@ class Ledger:
         """ "[race] at PTX line 7", which `finding` may follow from; "" if it may follow from nothing."""
         cause = self.cause_of(finding)
         return "" if cause is None else f"[{cause.rule}] at PTX line {cause.line}"
+
+    def text_of(self, finding: KernelFinding) -> str:
+        """The finding in full, with its cause."""
+        cause = self.said_of_cause(finding)
+        return f"{finding}\n  may follow from: {cause}" if cause else str(finding)
 
     def suppression_of(self, finding: KernelFinding) -> Suppression | None:
         """The entry that matches `finding`. A finding that ended its launch has none, because the results are lost."""

@@ -68,9 +68,7 @@ def _text(checked: CheckedRun) -> str:
     ledger = checked.ledger
     said = [*checked.said, *checked.failures]
     for one in ledger.findings:
-        said.append(str(one))
-        if cause := ledger.said_of_cause(one):
-            said.append(f"  may follow from: {cause}")
+        said.append(ledger.text_of(one))
         if (suppressed := ledger.suppression_of(one)) is not None:
             said.append(f"  suppressed: {suppressed.reason} ({suppressed.where})")
     said += ledger.remarks

@@ -73,7 +73,7 @@ def findings_as_junit(ledger: Ledger, failures: Sequence[str]) -> str:
     for number, one in enumerate(ledger.findings, 1):
         suite = suites.setdefault(f"megamoe.{one.kernel_name or 'host'}", _Suite())
         suite.cases.append(_case_of(one, number, ledger))
-        suite.said.append(_text_of(one, ledger))
+        suite.said.append(ledger.text_of(one))
     others = suites.setdefault("megamoe.check", _Suite())
     for number, sentence in enumerate(failures, 1):
         case = _case("megamoe.check", f"{number}. failure", 0.0)
@@ -91,14 +91,9 @@ def _case_of(finding: KernelFinding, number: int, ledger: Ledger) -> TestCase:
         case.append(Skipped(_clean(f"{suppression.reason} ({suppression.where})")))
     elif ledger.counts(finding):
         failure = Failure(_clean(finding.sentence), finding.rule)
-        failure.text = _clean(_text_of(finding, ledger))
+        failure.text = _clean(ledger.text_of(finding))
         case.append(failure)
     return case
-
-
-def _text_of(finding: KernelFinding, ledger: Ledger) -> str:
-    follows = ledger.said_of_cause(finding)
-    return f"{finding}\n  may follow from: {follows}" if follows else str(finding)
 
 
 def _written(suites: Mapping[str, _Suite], started: str) -> bytes:

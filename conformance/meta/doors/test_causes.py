@@ -32,11 +32,14 @@ def test_a_narrow_poll_may_cause_what_comes_after_it() -> None:
                         other=CollidingAccess("warp 2 of CTA (0, 0, 0)", "wrote", 3))  # fmt: skip
     deadlock = finding(rule="deadlock", line=40, where="all warps wait or spin",
                        detail="nobody can move: CTA (1, 0, 0), warp 3 and 5 more spins at PTX line 40")  # fmt: skip
+    published = finding(rule="deadlock", line=40, where="all warps wait or spin",
+                        detail="nobody can move: CTA (0, 0, 0), warp 0 and 1 more waits at PTX line 41")  # fmt: skip
     nowhere = finding(rule="deadlock", line=40, where="", detail="warp 0 spins at PTX line 40")
     poll = finding(**NARROW)
     assert _cause(poll, race) == "scope-too-narrow"
     assert _cause(poll, elsewhere) == "", "the poll ordered other CTAs"
     assert _cause(poll, deadlock) == "scope-too-narrow"
+    assert _cause(poll, published) == "", "only CTA 1 went on too early"
     assert _cause(poll, nowhere) == "", "nobody knows which CTA spins"
     assert _cause(poll, finding(rule="misaligned", line=40)) == "", "no order mends it"
     assert _cause(finding(**{**NARROW, "kernel": "other"}), race) == ""

@@ -561,6 +561,8 @@ def test_a_finding_in_an_inlined_header_is_shown_where_the_kernel_calls_it(
         head = rendered(CheckedRun(ledger), "text").splitlines()[0]
         assert f"/{file}:{line}" in head.partition("(inlines ")[0], head
         assert ("(inlines " in head) == ("inlined here" in others)
+        other = str(CollidingAccess("warp 0", "wrote", 3, source))
+        assert f"/{file}:{line}" in other.partition("(inlines ")[0], "so does the other access"
         assert [one["message"]["text"] for one in result.get("relatedLocations", [])] == others
 
 
