@@ -392,15 +392,14 @@ def _lines_of(finding: KernelFinding) -> set[int]:
     return {finding.line} | {int(first) for first, last in _PTX_LINES.findall(finding.detail) if not last}
 
 
-def _is_within(cause: KernelFinding, finding: KernelFinding) -> bool:
-    """Whether `cause` is between PTX lines of which `finding` speaks, in a CTA that runs there."""
-    ctas = _Threads.of(cause.where).ctas
-    return any(
-        last and int(first) <= line <= int(last) and ctas & (_Threads.of(clause).ctas or _threads_of(finding).ctas)
+def _spans_of(finding: KernelFinding) -> list[tuple[range, frozenset[str]]]:
+    """The ranges of PTX lines of which a finding speaks, and the CTAs that run there."""
+    return [
+        (range(int(first), int(last) + 1), _Threads.of(clause).ctas or _threads_of(finding).ctas)
         for clause in finding.detail.split("; ")
         for first, last in _PTX_LINES.findall(clause)
-        for line in _accesses(cause)
-    )
+        if last
+    ]
 
 
 def _accesses(finding: KernelFinding) -> set[int]:
@@ -416,6 +415,7 @@ class Ledger:
     suppressions: tuple[Suppression, ...] = ()
     by_site: dict[tuple[object, ...], KernelFinding] = field(default_factory=dict[tuple[object, ...], KernelFinding])
     used: set[Suppression] = field(default_factory=set[Suppression])
+    _ordered: list[KernelFinding] | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, profile: str, suppress: str | Path | None, rules: Collection[str] | None = None) -> Ledger:
@@ -432,7 +432,9 @@ class Ledger:
     @property
     def findings(self) -> list[KernelFinding]:
         """All findings, as `in_order` has them."""
-        return self.in_order(self.by_site.values())
+        if self._ordered is None:
+            self._ordered = self.in_order(self.by_site.values())
+        return list(self._ordered)
 
     def in_order(self, found: Iterable[KernelFinding]) -> list[KernelFinding]:
         """Findings of this ledger: errors first, since what is less may follow from them. Within a grade, in order of
@@ -454,6 +456,7 @@ class Ledger:
     def take(self, found: Iterable[KernelFinding]) -> list[KernelFinding]:
         """Adds findings, in order of occurrence, and returns those at new sites."""
         fresh: list[KernelFinding] = []
+        self._ordered = None
         for one in found:
             known = self.by_site.get(one.site)
             if known is None:
@@ -476,21 +479,25 @@ class Ledger:
         before: it is between lines that `finding` names, or its rule leads to that of `finding` and they concern the
         same threads. Where several are as near, it is one that follows from none of the others.
         """
-        lines = _lines_of(finding) - {0}
+        lines, spans, site = _lines_of(finding) - {0}, _spans_of(finding), finding.site
+        threads, accesses = _threads_of(finding), _accesses(finding)
         before, exact, within, general = True, *(list[KernelFinding]() for _ in range(3))
-        for one in self.by_site.values():
-            before = before and one.site != finding.site
+        for known, one in self.by_site.items():
+            before = before and known != site
             if not one.missing or (one.module, one.kernel) != (finding.module, finding.kernel):
                 continue
             leads = finding.rule in one.leads_to
             if finding.missing:
-                pair = leads and None not in (one.other, finding.other) and _accesses(one) == _accesses(finding)
+                pair = leads and None not in (one.other, finding.other) and _accesses(one) == accesses
                 exact += [one] * pair
             elif lines & _accesses(one):
                 exact.append(one)
-            elif before and _is_within(one, finding):
+            elif before and any(
+                ctas & _Threads.of(one.where).ctas and any(line in span for line in _accesses(one))
+                for span, ctas in spans
+            ):
                 within.append(one)
-            if before and leads and _may_lead(one, _threads_of(finding)):
+            if before and leads and _may_lead(one, threads):
                 general.append(one)
         near = exact or within or general
         led = {slug for one in near for slug in one.leads_to}
