@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from hashlib import sha256
+from os.path import normpath
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal, cast, get_args
 
@@ -52,6 +54,28 @@ class SourceLine:
         return tuple(cls(one.file, one.line, one.column, one.function) for one in places)
 
 
+_TOOLKIT = re.compile(
+    r"^/(?:usr|opt)/(?:.*/)?include/|/targets/[^/]+/include/|/include/cccl/"
+    r"|/(?:site|dist)-packages/(?:nvidia|triton|cutlass|nvidia_cutlass_dsl)/"
+)
+"""Folders of compilers and their libraries, whose lines are inlined into the user's."""
+
+
+def own_line(source: Sequence[SourceLine]) -> SourceLine | None:
+    """The user's line among inlined ones, innermost first: the first in the folder of the run, which code hosts can
+    show; else the first that is no toolkit's; else the first."""
+    own = [one for one in source if not _TOOLKIT.search(normpath(one.file))]
+    here = Path.cwd()
+    near = [one for one in own if (path := Path(normpath(one.file))).is_relative_to(here) or not path.is_absolute()]
+    return next(iter((*near, *own, *source)), None)
+
+
+def _told(source: Sequence[SourceLine]) -> str:
+    """The user's line and the innermost one; "" if none is known."""
+    own = own_line(source)
+    return "" if own is None else f"{own}{f' (inlines {source[0]})' if own != source[0] else ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class CollidingAccess:
     """The access that a finding collides with: `who` did `did` (such as "wrote") at PTX `line`, 0 if unknown.
@@ -71,7 +95,7 @@ class CollidingAccess:
         return cls(access.who, access.did, access.line, SourceLine.of(access.source), access.elsewhere)
 
     def __str__(self) -> str:
-        place = f" at {self.source[0]}" if self.source else ""
+        place = f" at {_told(self.source)}" if self.source else ""
         return f"{with_source_names(self.who)} {self.did} it{place}{f', PTX line {self.line}' if self.line else ''}"
 
 
@@ -170,6 +194,11 @@ class KernelFinding:
         return self.source[0] if self.source else self.ptx_place
 
     @property
+    def own_place(self) -> SourceLine:
+        """The line of the user's own file, which may call that of `place`."""
+        return own_line(self.source) or self.ptx_place
+
+    @property
     def ptx_place(self) -> SourceLine:
         """The PTX line, in the PTX file if there is one, else in a file with the kernel's name."""
         return SourceLine(self.origin if self.origin.endswith(".ptx") else f"{self.kernel}.ptx", max(self.line, 1))
@@ -177,7 +206,7 @@ class KernelFinding:
     @property
     def sentence(self) -> str:
         """The finding in one line."""
-        source = f"{self.source[0]}, " if self.source else ""
+        source = f"{_told(self.source)}, " if self.source else ""
         text = self.text if len(self.text) <= MAX_TEXT else f"{self.text[:MAX_TEXT]}..."
         line = f", {source}PTX line {self.line} `{text}`" if self.line else ""
         lane = f", lane {self.lane}" if self.lane is not None else ""
@@ -320,25 +349,66 @@ def read_suppressions(path: str | Path, rules: Collection[str] | None = None) ->
 # A run
 
 
+_GRADES: Final = get_args(Grade)
 _PTX_LINES = re.compile(r"PTX lines? (\d+)(?: to (\d+))?")
 _CTA = re.compile(r"CTA (\([\d, ]+\))")
-_GRADES: Final = get_args(Grade)
+_WARP = re.compile(r"(?:CTA (\([\d, ]+\)), )?\bwarp (\d+)(?: of CTA (\([\d, ]+\)))?( and \d+ more)?")
 
 
-def by_grade(found: Iterable[KernelFinding]) -> list[KernelFinding]:
-    """Errors first, since what is less may follow from them; in order of occurrence within a grade."""
-    return sorted(found, key=lambda one: _GRADES.index(one.grade))
+@dataclass(frozen=True, slots=True)
+class _Threads:
+    """CTAs and warps that a finding names. `warps`: with their CTAs; none if it does not name all of them."""
+
+    ctas: frozenset[str]
+    warps: frozenset[tuple[str, str]]
+
+    @classmethod
+    @lru_cache(4096)
+    def of(cls, text: str) -> _Threads:
+        """Those in a text. A warp without a CTA is of the first one that is named."""
+        ctas, warps = _CTA.findall(text), _WARP.findall(text)
+        named = {(before or behind or "".join(ctas[:1]), warp) for before, warp, behind, _ in warps}
+        return cls(frozenset(ctas), frozenset() if any(more for *_, more in warps) else frozenset(named))
+
+
+def _threads_of(finding: KernelFinding) -> _Threads:
+    """Those of the first occurrence. What ends a launch names them in its detail alone."""
+    other = finding.other.who if finding.other else ""
+    return _Threads.of(f"{finding.where}; {other}" if _CTA.search(finding.where) else finding.detail)
+
+
+def _may_lead(cause: KernelFinding, threads: _Threads) -> bool:
+    """Whether what a thread did before it had waited may concern `threads`.
+
+    Between the same two CTAs, the other warps of both went on behind it. Within a CTA, they may not have.
+    """
+    ahead = _threads_of(cause)
+    if not threads.ctas or not threads.ctas <= ahead.ctas:
+        return False
+    early = _Threads.of(cause.where)
+    if not early.ctas <= threads.ctas:
+        return False
+    return len(threads.ctas) > 1 or not threads.warps or not early.warps or bool(threads.warps & early.warps)
 
 
 def _lines_of(finding: KernelFinding) -> set[int]:
-    """The PTX lines of which a finding speaks."""
-    spoken = _PTX_LINES.findall(finding.detail)
-    return {finding.line} | {line for first, last in spoken for line in range(int(first), int(last or first) + 1)}
+    """The single PTX lines of which a finding speaks."""
+    return {finding.line} | {int(first) for first, last in _PTX_LINES.findall(finding.detail) if not last}
 
 
-def _ctas_of(finding: KernelFinding) -> set[str]:
-    """The CTAs of the first occurrence."""
-    return set(_CTA.findall(f"{finding.where} {finding.other.who if finding.other else ''}"))
+def _spans_of(finding: KernelFinding) -> list[tuple[range, frozenset[str]]]:
+    """The ranges of PTX lines of which a finding speaks, and the CTAs that run there."""
+    return [
+        (range(int(first), int(last) + 1), _Threads.of(clause).ctas or _threads_of(finding).ctas)
+        for clause in finding.detail.split("; ")
+        for first, last in _PTX_LINES.findall(clause)
+        if last
+    ]
+
+
+def _accesses(finding: KernelFinding) -> set[int]:
+    """The PTX lines of both accesses, as far as they are known."""
+    return {finding.line, finding.other.line if finding.other else 0} - {0}
 
 
 @dataclass(slots=True)
@@ -349,6 +419,7 @@ class Ledger:
     suppressions: tuple[Suppression, ...] = ()
     by_site: dict[tuple[object, ...], KernelFinding] = field(default_factory=dict[tuple[object, ...], KernelFinding])
     used: set[Suppression] = field(default_factory=set[Suppression])
+    _ordered: list[KernelFinding] | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, profile: str, suppress: str | Path | None, rules: Collection[str] | None = None) -> Ledger:
@@ -364,12 +435,32 @@ class Ledger:
 
     @property
     def findings(self) -> list[KernelFinding]:
-        """All findings, in the order of their first occurrence."""
-        return by_grade(self.by_site.values())
+        """All findings, as `in_order` has them."""
+        if self._ordered is None:
+            self._ordered = self.in_order(self.by_site.values())
+        return list(self._ordered)
+
+    def in_order(self, found: Iterable[KernelFinding]) -> list[KernelFinding]:
+        """Findings of this ledger: errors first, since what is less may follow from them. Within a grade, in order of
+        occurrence, but what may follow from another comes after it."""
+        graded = sorted(found, key=lambda one: _GRADES.index(one.grade))
+        at = {one.site: one for one in reversed(graded)}
+        placed = dict[int, KernelFinding]()
+        for one in graded:
+            chain = [one]
+            while (cause := self.cause_of(chain[-1])) is not None:
+                known = at.get(cause.site)
+                if known is None or known.grade != one.grade or known in chain:
+                    break
+                chain.append(known)
+            for each in reversed(chain):
+                placed.setdefault(id(each), each)
+        return list(placed.values())
 
     def take(self, found: Iterable[KernelFinding]) -> list[KernelFinding]:
         """Adds findings, in order of occurrence, and returns those at new sites."""
         fresh: list[KernelFinding] = []
+        self._ordered = None
         for one in found:
             known = self.by_site.get(one.site)
             if known is None:
@@ -387,20 +478,44 @@ class Ledger:
     def cause_of(self, finding: KernelFinding) -> KernelFinding | None:
         """A missing order that `finding` may follow from.
 
-        It is at a PTX line of which `finding` speaks, unless this names a missing order itself. Or it was found before,
-        between the same CTAs, and its rule says that the rule of `finding` may follow from it.
+        It is at a PTX line of which `finding` speaks, or, if this names a missing order itself, it is about the same
+        two instructions and its rule says that the rule of `finding` may follow from it. If there is none, it was found
+        before: it is between lines that `finding` names, or its rule leads to that of `finding` and they concern the
+        same threads. Where several are as near, it is one that follows from none of the others.
         """
-        before = True
-        lines = set[int]() if finding.missing else _lines_of(finding) - {0}
-        for one in self.by_site.values():
-            before = before and one.site != finding.site
+        lines, spans, site = _lines_of(finding) - {0}, _spans_of(finding), finding.site
+        threads, accesses = _threads_of(finding), _accesses(finding)
+        before, exact, within, general = True, *(list[KernelFinding]() for _ in range(3))
+        for known, one in self.by_site.items():
+            before = before and known != site
             if not one.missing or (one.module, one.kernel) != (finding.module, finding.kernel):
                 continue
-            if lines & {one.line, one.other.line if one.other else 0}:
-                return one
-            if before and finding.rule in one.leads_to and _ctas_of(finding) <= _ctas_of(one):
-                return one
-        return None
+            leads = finding.rule in one.leads_to
+            if finding.missing:
+                pair = leads and None not in (one.other, finding.other) and _accesses(one) == accesses
+                exact += [one] * pair
+            elif lines & _accesses(one):
+                exact.append(one)
+            elif before and any(
+                ctas & _Threads.of(one.where).ctas and any(line in span for line in _accesses(one))
+                for span, ctas in spans
+            ):
+                within.append(one)
+            if before and leads and _may_lead(one, threads):
+                general.append(one)
+        near = exact or within or general
+        led = {slug for one in near for slug in one.leads_to}
+        return next((one for one in near if one.rule not in led), near[0] if near else None)
+
+    def said_of_cause(self, finding: KernelFinding) -> str:
+        """ "[race] at PTX line 7", which `finding` may follow from; "" if it may follow from nothing."""
+        cause = self.cause_of(finding)
+        return "" if cause is None else f"[{cause.rule}] at PTX line {cause.line}"
+
+    def text_of(self, finding: KernelFinding) -> str:
+        """The finding in full, with its cause."""
+        cause = self.said_of_cause(finding)
+        return f"{finding}\n  may follow from: {cause}" if cause else str(finding)
 
     def suppression_of(self, finding: KernelFinding) -> Suppression | None:
         """The entry that matches `finding`. A finding that ended its launch has none, because the results are lost."""

@@ -169,7 +169,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     ledger = device.ledger
     terminalreporter.section("megamoe findings")
     for one in ledger.failing:
-        terminalreporter.write_line(str(one))
+        terminalreporter.write_line(ledger.text_of(one))
     for remark in ledger.remarks:
         terminalreporter.write_line(remark)
     terminalreporter.write_line(ledger.tally)

@@ -27,7 +27,7 @@ from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedEr
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
 from megamoe.cuda_source import compiled, template_named, templates_wanting
-from megamoe.findings import KernelFinding, Ledger, by_grade, module_of
+from megamoe.findings import KernelFinding, Ledger, module_of
 from megamoe.given.arguments import addresses_among, encoded
 from megamoe.given.entry_names import entry_named, with_source_names
 from megamoe.given.host_memory import Reached, array_of, several
@@ -105,7 +105,7 @@ class Device:
             new = [one for one in self.machine.findings if not any(one is old for old in before)]
             module = module_of(ptx) if new else ""
             found = [KernelFinding.of(one, origin, module, self.schedule) for one in new]
-            fresh, found = by_grade(self.ledger.take(found)), by_grade(found)
+            fresh, found = self.ledger.in_order(self.ledger.take(found)), self.ledger.in_order(found)
         failing = [one for one in found if self.ledger.counts(one)]
         for one in fresh:
             if one not in failing and self.ledger.suppression_of(one) is None:
@@ -119,6 +119,8 @@ class Device:
         first = next((one for one in failing if one.ends), failing[0])
         others = len(failing) - (first in failing)
         told = first.sentence + (f"; the other access: {first.other}" if first.other and first.other.source else "")
+        cause = self.ledger.said_of_cause(first)
+        told += f"; it may follow from {cause}" if cause else ""
         more = f" (and {counted(others, 'more finding')} that count{'s' * (others == 1)})" if others else ""
         fault = KernelFault(f"{told}{more}", first.rule, found)
         for tell in ON_FAULT:

@@ -145,3 +145,29 @@ def test_a_variable_in_another_state_space_is_refused(taken: str, refused: str, 
     load(f"{head}{taken}\nret;\n}}").entry("k")
     with pytest.raises(UnknownInstructionError, match=rf"`{name}` is a variable in \.\w+, where .* in \.{space}; name"):
         load(f"{head}{refused}\nret;\n}}").entry("k")
+
+
+_FENCE = "fence.proxy.tensormap::generic.acquire.gpu"
+WITHOUT_A_SPACE = [
+    ("ld.u32 %r0, [g];", "ld.u32 %r0, [c];"),
+    ("ld.u32 %r0, [s];", "ld.u32 %r0, [p+4];"),
+    ("st.u32 [l], %r0;", "st.u32 [c], %r0;"),
+    ("atom.add.u32 %r0, [s], 1;", "atom.add.u32 %r0, [c], 1;"),
+    ("red.add.u32 [g], 1;", "red.add.u32 [p], 1;"),
+    ("prefetch.param.tensormap [p];", "prefetch.tensormap [p];"),
+    (f"{_FENCE} [p], 128;", "prefetch.L1 [c];"),
+    ("mapa.u64 %l0, s, 0;", "mapa.u64 %l0, g, 0;"),
+    ("getctarank.u64 %r0, s;", "getctarank.u64 %r0, g;"),
+    ("cvta.to.global.u64 %l0, %l0;", "cvta.to.global.u64 %l0, g;"),
+    ("cvta.to.global.u64 %l0, g+4;", "cvta.to.shared.u64 %l0, s;"),
+    ("cvta.param.u64 %l0, p;", "cvta.to.param.u64 %l0, p;"),
+]
+
+
+@pytest.mark.parametrize(("taken", "refused"), WITHOUT_A_SPACE)
+def test_a_variable_without_a_generic_address_is_refused(taken: str, refused: str) -> None:
+    """As by ptxas 13.5, which was asked for each."""
+    head = _HEAD.replace("TARGET", "sm_90a").replace(".visible .entry k() {\n", _VARIABLES) + _LOCAL
+    load(f"{head}{taken}\nret;\n}}").entry("k")
+    with pytest.raises(UnknownInstructionError, match=r"is a variable( in \.\w+, which has no|, where this)"):
+        load(f"{head}{refused}\nret;\n}}").entry("k")

@@ -82,9 +82,7 @@ def _text(checked: CheckedRun) -> str:
     ledger = checked.ledger
     said = [*checked.said, *(one.sentence for one in checked.failures)]
     for one in ledger.findings:
-        said.append(str(one))
-        if (cause := ledger.cause_of(one)) is not None:
-            said.append(f"  may follow from: [{cause.rule}] at PTX line {cause.line}")
+        said.append(ledger.text_of(one))
         if (suppressed := ledger.suppression_of(one)) is not None:
             said.append(f"  suppressed: {suppressed.reason} ({suppressed.where})")
     said += ledger.remarks
@@ -175,17 +173,18 @@ def _sarif_rule(finding: KernelFinding) -> dict[str, Any]:
 
 
 def _sarif_result(finding: KernelFinding, index: int, ledger: Ledger) -> dict[str, Any]:
-    # Code hosts show only files in the repository, not an inlined header of the toolkit.
-    shown = next((one for one in finding.source if not _uri(one.file).startswith("file:")), finding.place)
+    shown, cause = finding.own_place, ledger.cause_of(finding)
     location = _sarif_location(shown)
     function = {"name": finding.kernel_name or "a host function", "kind": "function"}
     mangled = {"decoratedName": finding.kernel} if finding.kernel != finding.kernel_name else {}
     location["logicalLocations"] = [{**function, **mangled}]
+    follows = ledger.said_of_cause(finding)
+    said = [f"{finding.sentence}.", finding.mend, follows and f"It may follow from {follows}."]
     result: dict[str, Any] = {
         "ruleId": finding.rule,
         "ruleIndex": index,
         "level": _LEVELS[finding.grade],
-        "message": {"text": f"{finding.sentence}. {finding.mend}".strip()},
+        "message": {"text": " ".join(filter(None, said))},
         "locations": [location],
         "occurrenceCount": finding.times,
         "partialFingerprints": {"site/v2": _fingerprint(finding)},
@@ -196,6 +195,8 @@ def _sarif_result(finding: KernelFinding, index: int, ledger: Ledger) -> dict[st
     if finding.other is not None and finding.other.source:
         related.append((finding.other.source[0], str(finding.other)))
         related += [(one, "the other access is called from here") for one in finding.other.source[1:]]
+    if cause is not None:
+        related.append((cause.own_place, f"it may follow from {follows}"))
     if related:
         result["relatedLocations"] = [
             {"id": number, "message": {"text": text}, **_sarif_location(place)}

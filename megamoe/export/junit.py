@@ -35,7 +35,6 @@ from junitparser import (
 )
 
 from megamoe.contract import Row
-from megamoe.contract.counted import counted
 from megamoe.findings import KernelFinding, Ledger
 from megamoe.gate.verdict import Finding, Verdict
 from megamoe.records.files import write_file
@@ -67,29 +66,33 @@ def write_junit(path: Path, verdict: Verdict, figures: Iterable[Figures], starte
 
 def findings_as_junit(ledger: Ledger, failures: Sequence[tuple[str, str]]) -> str:
     """XML with a failure for each finding that counts, a skipped case for a suppressed one, and `failures`: names and
-    sentences."""
+    sentences.
+
+    One case passes if there is nothing to tell, because some readers refuse a report without any.
+    """
     suites: dict[str, _Suite] = {}
     for number, one in enumerate(ledger.findings, 1):
         suite = suites.setdefault(f"megamoe.{one.kernel_name or 'host'}", _Suite())
         suite.cases.append(_case_of(one, number, ledger))
-        suite.said.append(str(one))
+        suite.said.append(ledger.text_of(one))
     others = suites.setdefault("megamoe.check", _Suite())
     for number, (name, sentence) in enumerate(failures, 1):
         case = _case("megamoe.check", f"{number}. {name}", 0.0)
         case.append(Failure(_clean(sentence), "failure"))
         others.cases.append(case)
-    others.cases.append(_case("megamoe.check", counted(len(ledger.failing), "finding", "counts", "count"), 0.0))
-    others.said += ledger.remarks
+    if not ledger.findings and not failures:
+        others.cases.append(_case("megamoe.check", "nothing was found", 0.0))
+    others.said += [*ledger.remarks, ledger.tally]
     return _written(suites, datetime.now(UTC).isoformat()).decode()
 
 
 def _case_of(finding: KernelFinding, number: int, ledger: Ledger) -> TestCase:
-    case = _case(f"megamoe.{finding.kernel_name or 'host'}", f"{number}. {finding.rule} at {finding.place}", 0.0)
+    case = _case(f"megamoe.{finding.kernel_name or 'host'}", f"{number}. {finding.rule} at {finding.own_place}", 0.0)
     if (suppression := ledger.suppression_of(finding)) is not None:
         case.append(Skipped(_clean(f"{suppression.reason} ({suppression.where})")))
     elif ledger.counts(finding):
         failure = Failure(_clean(finding.sentence), finding.rule)
-        failure.text = _clean(str(finding))
+        failure.text = _clean(ledger.text_of(finding))
         case.append(failure)
     return case
 
@@ -174,6 +177,7 @@ def _element(number: int, name: str, suite: _Suite, started: str) -> TestSuite:
         properties.add_property(Property(_clean(key), value))
     found.append(properties)
     found.add_testcases(suite.cases)
+    found.time = found.time or 0.0
     found.append(SystemOut(_clean("\n".join(suite.said))))
     found.append(SystemErr())
     return found

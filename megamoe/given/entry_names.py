@@ -23,12 +23,11 @@ def entry_named(entry: str, entries: Mapping[str, object]) -> str:
     if entry in entries:
         return entry
     asked = _key(entry)
-    found = [name for name in entries if asked in _spellings(name) or f"::{plain_name(name)}".endswith(f"::{asked}")]
-    found = found if asked else []
+    found = [name for name in entries if asked in _spellings(name)]
     if len(found) == 1:
         return found[0]
     several = "more than one" if found else "no"
-    known = {spelled: name for name in entries for spelled in (name, plain_name(name), _head(name)) if spelled}
+    known = {spelled: name for name in entries for spelled in (name, plain_name(name), source_name(name)) if spelled}
     hint = "" if found else nearest(entry, known)
     if found:
         hint = "; name one with its template arguments or parameters, as listed, or by its mangled name"
@@ -41,7 +40,7 @@ def entry_named(entry: str, entries: Mapping[str, object]) -> str:
 
 def source_name(name: str) -> str:
     """ns::k<float, 3> for a mangled kernel or function; `name` itself if C++ has not mangled it."""
-    return "::".join(one for one in _parts(_returning_nothing(_head(name))) if not one.startswith(_NAMELESS)) or name
+    return "::".join(_scopes(_declared(_demangled(name))[0])) or name
 
 
 def short_source_name(name: str) -> str:
@@ -49,7 +48,7 @@ def short_source_name(name: str) -> str:
     whole = source_name(name)
     if len(whole) <= MAX_SHORT:
         return whole
-    return "::".join(one if one.startswith("operator") else one.partition("<")[0] for one in _parts(whole))
+    return "::".join(map(_bare, _scopes(whole)))
 
 
 MAX_SHORT = 60
@@ -66,11 +65,12 @@ def with_source_names(text: str) -> str:
 
 def is_named(name: str, pattern: str) -> bool:
     """Whether a glob matches a kernel's name: the mangled one, or any that `entry_named` accepts."""
-    return fnmatchcase(name, pattern) or any(fnmatchcase(one, _key(pattern)) for one in _spellings(name))
+    asked, spellings = _key(pattern), _spellings(name)
+    return fnmatchcase(name, pattern) or asked in spellings or any(fnmatchcase(one, asked) for one in spellings)
 
 
 def _listed(names: Mapping[str, object] | list[str]) -> str:
-    told = [(name, _demangled(name)) for name in names]
+    told = [(name, "".join(_declared(_demangled(name)))) for name in names]
     return ", ".join(f"{name} ({readable})" if readable else name for name, readable in told) or "none"
 
 
@@ -117,26 +117,65 @@ def _demangler() -> Callable[[bytes], bytes | None] | None:
 
 
 def _demangled(name: str) -> str:
-    """ns::k<float, 3>(float*, float) for a mangled name; "" for any other, or without a demangler."""
+    """void ns::k<float, 3>(float*, float) for a mangled name; "" for any other, or without a demangler."""
     demangle = _demangler() if name.startswith("_Z") else None
     text = demangle(name.encode()) if demangle is not None else None
-    return (text or b"").decode(errors="replace").removeprefix("void ").replace("(anonymous namespace)::", "")
+    return (text or b"").decode(errors="replace").replace("(anonymous namespace)::", "")
 
 
-def _head(name: str) -> str:
-    """ns::k<float, 3> of the kernel `name`; for a function that returns something, the type comes first."""
-    text = _demangled(name).removesuffix(" const")
-    return text[: _opening(text)]
+# Demangled names. libstdc++ keeps `>` of an expression within parentheses, and puts a space between two that close
+# template arguments.
 
 
-def _returning_nothing(head: str) -> str:
-    """`head` without the type of what it returns, which the mangled name of a template has."""
-    depth = start = 0
-    for at, sign in enumerate(head.partition("operator")[0]):
-        depth += (sign in "<(") - (sign in ">)")
-        if sign == " " and not depth:
-            start = at + 1
-    return head[start:]
+_BEHIND = re.compile(r"(?:\s*(?:\bconst|\bvolatile|\bnoexcept|&&?|\[\d*\]|\[clone [^\]]*\]))+$")
+"""What follows the parameters, those of functions that return an array among it."""
+_TOKENS = re.compile(
+    r"""\boperator(?: ?\(\)| ?\[\]|"" ?\w+|->\*?|<=>|<<=?|>>=?|&&|\|\||\+\+|--|[-+*/%^&|~!=<>,]=?)? ?"""
+    r"|\s(?:const|volatile|noexcept|&&?)(?=\s|::|$)|->|<=>|<<|>>|[<>]=|::|.",
+    re.DOTALL,
+)
+"""The name of an operator is one token, and so is a qualifier of a member function."""
+
+
+def _outside(text: str) -> Iterator[tuple[int, str]]:
+    """The tokens of a demangled name that are in no template arguments, parentheses or braces, and where they begin.
+
+    The first sign of each pair of brackets is among them.
+    """
+    angles = groups = 0
+    for found in _TOKENS.finditer(text):
+        at, token = found.start(), found[0]
+        if not angles and not groups:
+            yield at, token
+        if token in ("(", "{"):
+            groups += 1
+        elif token in (")", "}"):
+            groups -= 1
+        elif not groups:
+            # What stands behind an operand, as in `(N)<(4)`, compares.
+            angles += token == "<" and (not angles or bool(re.match(r"[\w\]]", text[at - 1])))
+            angles -= token == ">" and angles > 0
+
+
+def _declared(text: str) -> tuple[str, str]:
+    """ns::k<float, 3> and (float*, float) of a demangled name: without the type of what it returns, which the mangled
+    name of a template has, and without what follows the parameters."""
+    text = _BEHIND.sub("", text)
+    head, parameters = text[: _opening(text)], text[_opening(text) :]
+    start = 0
+    for at, token in _outside(head):
+        if token.startswith("operator"):
+            break
+        start = at + 1 if token == " " else start
+    own = head[start:]
+    # Around the name of a function that returns a pointer to a function, or a reference to an array.
+    around = own or parameters
+    return _declared(around[1:-1].lstrip("*&")) if around.startswith(("(*", "(&")) else (own, parameters)
+
+
+def _bare(part: str) -> str:
+    """A part of a name without its template arguments."""
+    return part[: next((at for at, token in _outside(part) if token == "<"), len(part))]
 
 
 def _opening(text: str) -> int:
@@ -165,25 +204,23 @@ def _key(text: str) -> str:
 def _spellings(name: str) -> frozenset[str]:
     """The keys of all ways to name a mangled kernel: with fewer and fewer of its scopes, with and without its template
     arguments and parameters."""
-    text = _key(_demangled(name))
-    head, parameters = text[: _opening(text)], text[_opening(text) :]
-    scopes = [one for one in _parts(head) if not one.startswith(_NAMELESS)]
-    *_, own = scopes or [""]
-    bare = own.partition("<")[0]
-    return frozenset(
+    head, parameters = _declared(_demangled(name) or plain_name(name))
+    scopes = _scopes(head)
+    own = scopes[-1] if scopes else ""
+    spelled = (
         "::".join([*scopes[first:-1], last]) + rest
         for first in range(len(scopes))
-        for last in (own, bare)
+        for last in (own, _bare(own))
         for rest in ("", parameters)
     )
+    return frozenset(map(_key, spelled)) - {""}
 
 
-def _parts(head: str) -> Iterator[str]:
-    """The parts of a qualified name, split at the `::` outside of template arguments."""
-    depth, start = 0, 0
-    for at, sign in enumerate(head):
-        depth += (sign in "<(") - (sign in ">)")
-        if not depth and head[at : at + 2] == "::":
-            yield head[start:at]
+def _scopes(head: str) -> list[str]:
+    """The parts of a qualified name, but for namespaces that its source does not name."""
+    parts, start = list[str](), 0
+    for at, token in _outside(head):
+        if token == "::":
+            parts.append(head[start:at])
             start = at + 2
-    yield head[start:]
+    return [one for one in (*parts, head[start:]) if one and not one.startswith(_NAMELESS)]

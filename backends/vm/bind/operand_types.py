@@ -90,13 +90,18 @@ _TAKE_SYMBOLS: Final = frozenset({"cvta", "mapa", "getctarank"})
 
 def in_another_space(instruction: Instruction, symbols: Mapping[str, str]) -> str | None:
     """The reason why a variable does not lie where the instruction looks for it, or None. `symbols`: the state space of
-    each variable. An instruction without a state space takes generic addresses, and ptxas 13.5 those of all variables.
+    each variable.
     """
+    if instruction.parts[:2] == ("cvta", "to") or instruction.parts[0] == "isspacep":
+        for one in instruction.operands:
+            # ptxas takes a sum, such as `g+4`.
+            if isinstance(one, Symbol) and not one.offset and one.name in symbols:
+                return f"`{one.name}` is a variable, where this takes a generic address in a register"
     named = [space for part in instruction.parts if (space := part.partition("::")[0]) in _SPACES]
     if not named and instruction.parts[0] == "mbarrier":
         named = ["shared"]
     if not named:
-        return None
+        return _without_generic_address(instruction, symbols)
     bare = instruction.parts[0] in _TAKE_SYMBOLS
     places = [one.base if isinstance(one, Address) else one for one in instruction.operands
               if isinstance(one, Address) or (bare and isinstance(one, Symbol))]  # fmt: skip
@@ -110,5 +115,23 @@ def in_another_space(instruction: Instruction, symbols: Mapping[str, str]) -> st
             return (
                 f"`{place.name}` is a variable in .{there}, where this operand is an address in .{space}; name its "
                 "state space, or use a generic address"
+            )
+    return None
+
+
+def _without_generic_address(instruction: Instruction, symbols: Mapping[str, str]) -> str | None:
+    """The reason why an instruction without a state space, which takes generic addresses, does not take a variable.
+
+    As in ptxas 13.5, it takes the names of those in .global, .shared and .local: their addresses become generic. A
+    tensor map fence takes all, mapa and getctarank those in .shared.
+    """
+    first = instruction.parts[0]
+    for one in () if first == "fence" else instruction.operands:
+        place = one.base if isinstance(one, Address) else one if first in _TAKE_SYMBOLS else None
+        there = symbols.get(place.name, "shared") if isinstance(place, Symbol) else "shared"
+        if isinstance(place, Symbol) and (there in ("const", "param") or (place is one and there != "shared")):
+            return (
+                f"`{place.name}` is a variable in .{there}, which has no generic address here; name its state space, "
+                "or take its address with cvta"
             )
     return None

@@ -90,6 +90,79 @@ def test_a_mangled_name_is_shown_as_in_the_source() -> None:
     assert source_name("") == ""
 
 
+COMPILED = {
+    "_Z5racy2IiENSt9enable_ifIXgtstT_Li2EEvE4typeEPS1_": "racy2<int>",
+    "_Z1kILi3EENSt9enable_ifIXgtT_Li2EEvE4typeEPf": "k<3>",
+    "_ZZ1kILi3EENSt9enable_ifIXgtT_Li2EEvE4typeEPfE3buf": "k<3>(float*)::buf",
+    "_Z3shlILi2EENSt9enable_ifIXltrsT_Li1ELi4EEvE4typeERAlsLi1ET__f": "shl<2>",
+    "_Z4lessIiEDTltfp_fp_ET_": "less<int>",
+    "_Z5arrowI1PEDtptfp_1xEPT_": "arrow<P>",
+    "_Z6oplessIN2ns1AILi5EEEEDTcldtfp_onltLi3EEET_": "opless<ns::A<5> >",
+    "_Z1kIN2ns1AIXgtLi3ELi2EEEEEvPT_": "k<ns::A<((3)>(2))> >",
+    "_Z1kIN2ns1AIXrsLi3ELi2EEEEEvPT_": "k<ns::A<(3)>>(2)> >",
+    "_Z2fpIXadL_Z2ffiEEEvv": "fp<&(ff(int))>",
+    "_Z6memberIXadL_ZNK1P1fEiEEEvv": "member<&(P::f(int) const)>",
+    "_Z4packIiJfPFiiEEEvT_DpT0_": "pack<int, float, int (*)(int)>",
+    "_Z3runIZ3lamvEUliE_EvT_": "run<lam()::{lambda(int)#1}>",
+    "_Z4cretIiEPVKT_S0_": "cret<int>",
+    "_Z4tretIiEyPFvT_E": "tret<int>",
+    "_Z4gfunIiEPFiT_fES0_": "gfun<int>",
+    "_Z1gIiEPFivES1_": "g<int>",
+    "_Z4garrIiERA3_iT_": "garr<int>",
+    "_ZNVK4cuda3std6atomicIiE4loadEi": "cuda::std::atomic<int>::load",
+    "_ZNV12_GLOBAL__N_11BILi3EE2goEv": "B<3>::go",
+    "_ZNKR2ns1AILi1EE4lrefEv": "ns::A<1>::lref",
+    "_ZNKO2ns1AILi1EE4rrefEv": "ns::A<1>::rref",
+    "_ZNR2ns1AILi1EE3refEv": "ns::A<1>::ref",
+    "_ZL2clii.part.0.isra.1": "cl",
+    "_ZZNK1PIiE3getEiE3buf": "P<int>::get(int) const::buf",
+    "_ZN1X3getB5cxx11IiEEvT_": "X::get[abi:cxx11]<int>",
+    "_ZN2ns1AILi1EEptEv": "ns::A<1>::operator->",
+    "_ZNK2ns1AILi1EEltEi": "ns::A<1>::operator<",
+    "_ZNK1SclIiEEbT_": "S::operator()<int>",
+    "_ZNK2ns1AILi1EEcvbEv": "ns::A<1>::operator bool",
+    "_ZN1ScvPT_IiEEv": "S::operator int*<int>",
+    "_ZlsIiEbT_N2ns1AILi5EEE": "operator<< <int>",
+    "_ZltIiEbT_N2ns1AILi5EEE": "operator< <int>",
+    "_ZplIiEPT_N2ns1AILi5EEES1_": "operator+<int>",
+    "_Zli2_wy": 'operator"" _w',
+    "_Znami": "operator new[]",
+}
+"""Names that g++ 12 gives functions, or the ABI, with `source_name`."""
+
+
+@pytest.mark.parametrize("mangled", COMPILED)
+def test_any_name_of_a_compiler_is_shown_without_types_and_qualifiers(mangled: str) -> None:
+    assert source_name(mangled) == COMPILED[mangled]
+
+
+@pytest.mark.parametrize("mangled", COMPILED)
+def test_what_names_an_entry_matches_it_as_a_pattern(mangled: str) -> None:
+    """One rule for both doors."""
+    shown = source_name(mangled)
+    for asked in (shown, short_source_name(mangled), shown.rpartition("::")[2], shown.partition("<")[0], "k", "no"):
+        try:
+            named = entry_named(asked, {mangled: None}) == mangled
+        except LaunchRefusedError:
+            named = False
+        assert named == is_named(mangled, asked), asked
+        assert named or asked != shown
+    assert not is_named(mangled, ">")
+    with pytest.raises(LaunchRefusedError):
+        entry_named(">", {mangled: None})
+
+
+@pytest.mark.parametrize("pattern", ["k", "k<*>", "k<3>", "k*", "k<(int)3>", "k(float*)"])
+def test_a_kernel_that_exists_under_a_condition_has_its_own_name(pattern: str) -> None:
+    """The mangled name of a template has the type of what it returns."""
+    assert is_named("_Z1kILi3EENSt9enable_ifIXgtT_Li2EEvE4typeEPf", pattern)
+
+
+def test_a_scope_is_no_kernel() -> None:
+    with pytest.raises(LaunchRefusedError):
+        entry_named("Outer", ENTRIES)
+
+
 @pytest.mark.parametrize(
     ("pattern", "speaks"),
     [

@@ -229,97 +229,6 @@ def test_errors_come_before_what_may_follow_from_them(logged: Lines) -> None:
     assert [one.line for one in ledger.findings] == [2, 4, 3, 1]
 
 
-# Causes
-
-
-NARROW = {"rule": "scope-too-narrow", "missing": "a scope", "line": 9, "where": "CTA (1, 0, 0), warp 0",
-          "other": CollidingAccess("warp 0 of CTA (0, 0, 0)", "wrote", 5),
-          "leads_to": ("global-race", "deadlock")}  # fmt: skip
-
-
-def _cause(*found: KernelFinding) -> str:
-    ledger = Ledger()
-    ledger.take(found)
-    cause = ledger.cause_of(found[-1])
-    return "" if cause is None else cause.rule
-
-
-def test_a_narrow_poll_may_cause_what_comes_after_it() -> None:
-    race = finding(rule="global-race", missing="a release", line=20, where="CTA (1, 0, 0), warp 3",
-                   other=CollidingAccess("warp 2 of CTA (0, 0, 0)", "wrote", 3))  # fmt: skip
-    elsewhere = finding(rule="global-race", missing="a release", line=20, where="CTA (2, 0, 0), warp 3",
-                        other=CollidingAccess("warp 2 of CTA (0, 0, 0)", "wrote", 3))  # fmt: skip
-    deadlock = finding(rule="deadlock", line=40, where="", detail="warp 0 spins at PTX line 40")
-    poll = finding(**NARROW)
-    assert _cause(poll, race) == "scope-too-narrow"
-    assert _cause(poll, elsewhere) == "", "the poll ordered other CTAs"
-    assert _cause(poll, deadlock) == "scope-too-narrow"
-    assert _cause(poll, finding(rule="misaligned", line=40)) == "", "no order mends it"
-    assert _cause(finding(**{**NARROW, "kernel": "other"}), race) == ""
-    ledger = Ledger()
-    ledger.take([race, poll])
-    assert ledger.cause_of(race) is None, "it happened before the poll"
-
-
-def test_a_cause_may_lie_within_the_lines_that_are_named() -> None:
-    within = finding(rule="deadlock", line=7, detail="warp 0 spins at PTX lines 7 to 12 on `ld.acquire.cta.u32`")
-    assert _cause(finding(**{**NARROW, "leads_to": ()}), within) == "scope-too-narrow"
-    assert _cause(finding(**{**NARROW, "leads_to": (), "line": 13}), within) == ""
-
-
-PUBLISHED = """  mov.u32 %r4, %ctaid.x;
-  setp.ne.u32 %p2, %r4, 0;
-  @%p2 bra READER;
-  @!%p1 st.global.u32 [%rd1+4], 7;
-  @!%p1 st.release.gpu.global.u32 [%rd1+8], 1;
-  ret;
-READER:
-  ld.acquire.SCOPE.global.u32 %r4, [%rd1+8];
-  setp.eq.u32 %p3, %r4, 0;
-  @%p3 bra READER;
-  ld.global.u32 %r5, [%rd1+4];
-  ret;"""
-
-
-def test_a_race_behind_a_narrow_poll_names_the_poll() -> None:
-    device = Device("sm_100a")
-    assert launched(device, PUBLISHED.replace("SCOPE", "gpu"), grid=2) is None
-    assert launched(device, PUBLISHED.replace("SCOPE", "cta"), grid=2) is not None
-    said = rendered(CheckedRun(device.ledger), "text")
-    assert [one.rule for one in device.findings] == ["scope-too-narrow", "global-race"]
-    assert f"may follow from: [scope-too-narrow] at PTX line {device.findings[0].line}" in said, said
-
-
-SKIPPED = """  setp.ne.u32 %p2, %r1, 32;
-  mov.u32 %r4, mbar;
-  @%p2 bra MET;
-  mbarrier.init.shared::cta.b64 [%r4], 1;
-  fence.mbarrier_init.release.cluster;
-MET:
-  bar.sync 0;
-  setp.lt.u32 %p3, %r1, 32;
-  @%p3 bra READER;
-  @%p2 bra WAIT;
-  st.shared.u32 [cell+64], %r1;
-  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r4], 16;
-  cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [cell], [%rd1], 16, [%r4];
-  bra WAIT;
-READER:
-  ld.shared.u32 %r5, [cell];
-  ld.shared.u32 %r5, [cell+64];
-WAIT:
-  mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r4], 0;
-  @!%p3 bra WAIT;
-  ret;"""
-
-
-def test_a_race_behind_a_copy_that_was_not_awaited_names_it() -> None:
-    device = Device("sm_100a", schedule="lazy")
-    assert launched(device, SKIPPED) is not None
-    assert [one.rule for one in device.findings] == ["copy-not-awaited", "race"]
-    assert "may follow from: [copy-not-awaited] at PTX line" in rendered(CheckedRun(device.ledger), "text")
-
-
 # Suppressions
 
 
@@ -640,18 +549,40 @@ def test_a_finding_in_an_inlined_header_is_shown_where_the_kernel_calls_it(
     monkeypatch.chdir(tmp_path)
     header = SourceLine("/usr/cuda/bin/../include/atomics.hpp", 84, 3, "atomicAdd")
     called, deeper = SourceLine(str(tmp_path / "a.cu"), 10, 3), SourceLine(str(tmp_path / "a.cu"), 20)
+    elsewhere = SourceLine("/home/me/b.cu", 30)
+    wheel = SourceLine(str(tmp_path / "env/lib/python3.12/site-packages/nvidia/cu13/include/cuda/barrier"), 84)
     for source, place, others in (
         ((header, called, deeper), "a.cu", ["inlined here", "called from here"]),
         ((called, deeper), "a.cu", ["called from here"]),
         ((header,), "file:///usr/cuda/include/atomics.hpp", []),
+        ((header, elsewhere), "file:///home/me/b.cu", ["inlined here"]),
+        ((wheel, called), "a.cu", ["inlined here"]),
     ):
         ledger = Ledger()
         ledger.take([finding(source=source, other=None)])
         (result,) = json.loads(rendered(CheckedRun(ledger), "sarif"))["runs"][0]["results"]
         shown = result["locations"][0]["physicalLocation"]
         assert shown["artifactLocation"]["uri"] == place
-        assert shown["region"]["startLine"] == (10 if place == "a.cu" else 84)
+        line = shown["region"]["startLine"]
+        assert line == {"a.cu": 10, "file:///home/me/b.cu": 30}.get(place, 84)
+        (case,) = ElementTree.fromstring(rendered(CheckedRun(ledger), "junit")).iter("testcase")
+        file = place.rpartition("/")[2]
+        assert f"/{file}:{line}" in case.attrib["name"], "JUnit names the same line"
+        head = rendered(CheckedRun(ledger), "text").splitlines()[0]
+        assert f"/{file}:{line}" in head.partition("(inlines ")[0], head
+        assert ("(inlines " in head) == ("inlined here" in others)
+        other = str(CollidingAccess("warp 0", "wrote", 3, source))
+        assert f"/{file}:{line}" in other.partition("(inlines ")[0], "so does the other access"
         assert [one["message"]["text"] for one in result.get("relatedLocations", [])] == others
+
+
+def test_junit_counts_nothing_but_findings_and_failures() -> None:
+    ledger = Ledger()
+    for found, total in ((0, 1), (1, 1), (2, 2)):
+        ledger.take([finding(line=number) for number in range(found)])
+        cases = list(ElementTree.fromstring(rendered(CheckedRun(ledger), "junit")).iter("testcase"))
+        assert len(cases) == total
+        assert len([one for one in cases if one.find("failure") is not None]) == found
 
 
 def test_junit_has_a_failure_for_what_counts() -> None:
