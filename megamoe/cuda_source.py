@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -86,13 +86,14 @@ HOST_HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """CUDA C++ from a file, or given as text (`file` is ""), for a target. `kernel`: a template to instantiate, or
-    ""."""
+    """CUDA C++ from a file, or given as text (`file` is ""), for a target. `kernel`: a template to instantiate, or "",
+    whose name may leave out the namespaces `spaces`."""
 
     text: str
     target: str
     file: str
     kernel: str = ""
+    spaces: tuple[str, ...] = ()
 
     def placed(self, folder: Path) -> Path:
         """Writes it to `folder`. Line information and compiler messages name the original file, not this copy."""
@@ -103,14 +104,13 @@ class _Source:
 
     @property
     def _instantiation(self) -> str:
-        """Code after the source that lets `kernel` leave out its namespace, and makes nvcc compile it.
+        """Code after the source that makes nvcc compile `kernel`.
 
         A host function that takes its address leaves nothing in the PTX. NVRTC is asked for the kernel by name.
         """
         if not self.kernel:
             return ""
-        spaces = dict.fromkeys(_NAMESPACE.findall(self.text))
-        using = " ".join(f"using namespace {one};" for one in spaces)
+        using = " ".join(f"using namespace {one};" for one in self.spaces)
         address = f"void megamoe_instantiates() {{ (void)&{self.kernel}; }}"
         return f"\n{using}\n#ifndef __CUDACC_RTC__\n{address}\n#endif\n"
 
@@ -162,9 +162,15 @@ def compiled(text: str, target: str, file: str = "", kernel: str = "") -> str:
     LaunchRefusedError with the compilers' messages if the text does not compile; UnsupportedError if there is no
     compiler.
     """
-    return _compiled(
-        _Source(text, target, file, kernel), tuple(_included(text, Path(file).parent, set())) if file else ()
-    )
+    headers = tuple(_included(text, Path(file).parent, set())) if file else ()
+    source, spaces = _Source(text, target, file, kernel), dict.fromkeys(_NAMESPACE.findall(_COMMENT.sub("", text)))
+    if not kernel or not spaces:
+        return _compiled(source, headers)
+    try:
+        return _compiled(source, headers)
+    except LaunchRefusedError:
+        # Only now, because names of several namespaces may be ambiguous together.
+        return _compiled(replace(source, spaces=tuple(spaces)), headers)
 
 
 def _included(text: str, folder: Path, seen: set[Path]) -> Iterator[tuple[str, str]]:

@@ -448,9 +448,9 @@ class Ledger:
         placed = dict[int, KernelFinding]()
         for one in graded:
             chain = [one]
-            while (cause := self.cause_of(chain[-1])) is not None:
+            while id(chain[-1]) not in placed and (cause := self.cause_of(chain[-1])) is not None:
                 known = at.get(cause.site)
-                if known is None or known.grade != one.grade or known in chain:
+                if known is None or known.grade != one.grade or any(known is each for each in chain):
                     break
                 chain.append(known)
             for each in reversed(chain):

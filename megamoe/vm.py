@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
@@ -322,11 +322,23 @@ def with_entry(machine: KernelMachine, source: str | Path, entry: str) -> tuple[
         wanting = templates_wanting(text, name)
         if not name:
             raise LaunchRefusedError(f"{refused}; {wanting}" if wanting else str(refused)) from None
+        before = machine.entries(ptx)
         try:
             ptx = compiled(text, machine.target, file, name)
         except LaunchRefusedError as problem:
             raise LaunchRefusedError("; ".join([str(refused), *filter(None, [wanting]), str(problem)])) from None
-    return ptx, entry_named(entry, machine.entries(ptx))
+    return ptx, _instantiated(entry, before, machine.entries(ptx))
+
+
+def _instantiated(entry: str, before: Collection[str], entries: Mapping[str, object]) -> str:
+    """The kernel that was asked for as `entry`. Its arguments may be spelt otherwise: k<N> is k<4>."""
+    added = [name for name in entries if name not in before]
+    try:
+        return entry_named(entry, entries)
+    except LaunchRefusedError:
+        if len(added) == 1:
+            return added[0]
+        raise
 
 
 def no_kernel(source: str | Path) -> str:

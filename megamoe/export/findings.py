@@ -208,7 +208,8 @@ def _sarif_result(finding: KernelFinding, index: int, ledger: Ledger) -> dict[st
 
 
 def _fingerprint(finding: KernelFinding) -> str:
-    """What distinguishes findings: the rule, the kernel, and the places of both accesses; not warps and addresses.
+    """What distinguishes findings: the rule, the kernel, the places of both accesses, and whether two CTAs make them;
+    not warps and addresses.
 
     A module without a file, or whose source lines have none, is named by its digest.
     """
@@ -216,7 +217,8 @@ def _fingerprint(finding: KernelFinding) -> str:
     source = finding.source[0] if finding.source else None
     home = finding.origin or (source.file if source and Path(source.file).is_absolute() else "")
     named = f"{_uri(home) if home else finding.module}{f':{source.line}' if source else ''}"
-    return f"{finding.rule}:{finding.kernel}:{named}:{'-'.join(map(str, lines))}"
+    between = ":between CTAs" if finding.other is not None and finding.other.elsewhere else ""
+    return f"{finding.rule}:{finding.kernel}:{named}:{'-'.join(map(str, lines))}{between}"
 
 
 def _sarif_location(place: SourceLine) -> dict[str, Any]:

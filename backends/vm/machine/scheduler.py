@@ -26,7 +26,8 @@ GIVE_UP = 1 / 16
 
 
 VAIN = 1 / 16
-"""The probability per turn that a random schedule also picks from the warps that poll in vain while others can move."""
+"""The least probability per turn that a random schedule also picks from the warps that poll in vain while others can
+move. It is the share of the others if that is greater: one that polls in vain may count its polls and then go on."""
 
 
 class Schedule(Protocol):
@@ -203,7 +204,8 @@ class Random(Schedule):
             return True
         self._look_for_spinning(run)
         moving = [warp for warp in warps if not warp.polls_in_vain]
-        if len(moving) < len(warps) and (moving or operations) and self._random.random() >= VAIN:
+        share = max(VAIN, len(moving) / len(warps)) if warps else 1.0
+        if len(moving) < len(warps) and (moving or operations) and self._random.random() >= share:
             warps = moving
         elif not moving and not operations:
             run.admit_one_more()

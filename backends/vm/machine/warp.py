@@ -582,6 +582,8 @@ class Warp:
                 events = engine.events
                 if self.watch is not None:
                     self.watch.after(self.block, events)
+            elif self.watch is not None:
+                self.watch.seen.clear()
             if len(self.strands) > 1:
                 self.turns.after_block(self, block)
         return done
@@ -757,18 +759,19 @@ class Warp:
     def _mark_ahead(self, carriers: Sequence[Carrier], index: int, begin: int, run: QuickRun) -> int:
         """Mark what becomes of undefined bits in steps of `run` from `index` on, up to the returned one, which has to
         see the values of those before it. `run` begins at step `begin`."""
-        undefined, marked = self.undefined, False
+        undefined, marked, accessed = self.undefined, False, False
         while index < begin + run.count:
             carrier = carriers[index]
-            if undefined.keys().isdisjoint(carrier.touches):
-                # A load may find more undefined bits, and what is marked beyond it would be wrong.
-                if marked and not carrier.computes:
+            plain = undefined.keys().isdisjoint(carrier.touches)
+            # A load may find more undefined bits, and what is marked beyond it would be wrong.
+            accessed |= not carrier.computes
+            if accessed and (marked or not plain):
+                break
+            if not plain:
+                if not carrier.by_bits or self.where is not True:
                     break
-            elif carrier.by_bits and self.where is True:
                 carrier.mark(self, partial(run.part, first=index - begin, count=1))
                 marked = True
-            else:
-                break
             index += 1
         return index
 

@@ -245,6 +245,27 @@ def test_a_template_is_instantiated_for_its_launch(compilers: str, entry: str, m
     assert torch.equal(y, x.roll(-1))
 
 
+FILL = "template <class T, int N = 4> __global__ void fill(T* out) { out[threadIdx.x] = T(N); }\n"
+
+
+@pytest.mark.skipif(not cuda_source.available(), reason="there is no compiler for CUDA C++")
+@pytest.mark.parametrize(
+    ("before", "entry", "value"),
+    [
+        pytest.param("", "fill<float>", 4, id="a default argument"),
+        pytest.param("constexpr int N = 6;", "fill<float, N>", 6, id="a constant"),
+        pytest.param("using real = float;", "fill<real, 0x10>", 16, id="an alias"),
+        pytest.param("// namespace none {", "fill<float, 1>", 1, id="a namespace in a comment"),
+        pytest.param("namespace a { using V = int; } namespace b { using V = int; } using V = float;", "fill<V, 2>", 2,
+                     id="a name that namespaces have too"),
+    ],
+)  # fmt: skip
+def test_a_template_is_found_however_its_arguments_are_spelt(before: str, entry: str, value: int) -> None:
+    x = torch.zeros(32)
+    Device("sm_100a").launch(f"{before}\n{FILL}", entry, 1, 32, x)
+    assert (x == value).all(), f"{x[0]} instead of {value}"
+
+
 @pytest.mark.skipif(not cuda_source.available(), reason="there is no compiler for CUDA C++")
 @pytest.mark.parametrize(
     ("entry", "told"),

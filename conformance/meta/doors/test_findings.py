@@ -178,8 +178,10 @@ def test_two_modules_with_the_same_kernel_and_lines_have_findings_of_their_own()
     assert [one.times for one in device.findings] == [1, 1]
     variants = [finding(module=one, source=source) for one in "ab" for source in ((), (SourceLine("/a.py", 3),))]
     ledger = Ledger()
-    ledger.take([*device.findings, *variants, finding(origin="one.cu"), finding(origin="two.cu")])
-    assert sorted(one.times for one in ledger.findings) == [1, 1, 1, 1, 1, 1, 2], "of one source line: one finding"
+    between = finding(origin="one.cu", other=CollidingAccess("warp 0 of CTA (1, 0, 0)", "wrote", 9, elsewhere=True))
+    within = finding(origin="one.cu", other=CollidingAccess("warp 1", "wrote", 9))
+    ledger.take([*device.findings, *variants, between, within, finding(origin="two.cu")])
+    assert sorted(one.times for one in ledger.findings) == [1, 1, 1, 1, 1, 1, 1, 2], "of one source line: one finding"
     results = json.loads(rendered(CheckedRun(ledger), "sarif"))["runs"][0]["results"]
     prints = {one["partialFingerprints"]["site/v2"] for one in results}
     assert len(prints) == len(results), f"a code host merges results of one fingerprint: {sorted(prints)}"

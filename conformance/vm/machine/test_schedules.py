@@ -355,6 +355,19 @@ def test_ctas_that_poll_in_vain_do_not_keep_others_from_moving(schedule: str) ->
 
 
 @pytest.mark.parametrize("schedule", ["random:0", "random:1"])
+def test_a_warp_that_polls_in_vain_is_not_starved(schedule: str) -> None:
+    """Warp 0 polls 300 times in vain. Warp 1 polls two words by turns, and so never twice the same."""
+    body = """setp.ne.u32 %p1, %lane, 0; @%p1 bra END; mov.u32 %r1, 0; mov.u64 %rd1, %flag;
+    setp.eq.u32 %p2, %warp, 1; @%p2 bra WAIT;
+    TRY: ld.relaxed.gpu.global.b32 %r2, [%flag]; add.u32 %r1, %r1, 1; setp.lt.u32 %p3, %r1, 300; @%p3 bra TRY;
+    st.relaxed.gpu.global.v2.b32 [%flag], {%r1, %r1}; bra END;
+    WAIT: xor.b64 %rd1, %rd1, 4; ld.relaxed.gpu.global.b32 %r2, [%rd1]; setp.eq.u32 %p3, %r2, 0; @%p3 bra WAIT;
+    END: ret;"""
+    _, counters = Kernel(body, {"flag": np.zeros(4, np.uint32)}, block=(64, 1, 1)).run(schedule)
+    assert counters["instructions_memory"] < 8 * 300, "the warp that counts its polls seldom had a turn"
+
+
+@pytest.mark.parametrize("schedule", ["random:0", "random:1"])
 def test_a_chain_with_a_gap_is_a_deadlock_still(schedule: str) -> None:
     skipped = "setp.ne.u32 %p4, %cta, 3; @%p4 st.release.gpu.global.b32"
     kernel = Kernel(CHAIN.format(store=skipped), {"flags": np.zeros(8, np.uint32)}, grid=(8, 1, 1))

@@ -578,6 +578,35 @@ def test_machine_code_leaves_the_same_bytes_undefined(monkeypatch: pytest.Monkey
         assert not wrong, f"in machine code other bytes are defined after `{wrong[0]}`"
 
 
+LOADS = {
+    "a value that the load does not define": "mov.b32 %r2, %r30; ld.global.b32 %r1, [%rd9]; mov.b32 %r5, %r2;",
+    "a value that another one takes the place of": "mov.b32 %r3, 5; mov.b32 %r2, %r30; ld.global.b32 %r1, [%rd9]; "
+    "mov.b32 %r5, %r3; mov.b32 %r3, %r2;",
+}
+"""Loops with an undefined register, and a load of undefined bytes. Then %r5 decides."""
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_a_load_of_undefined_bytes_is_in_no_stretch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What is undefined behind it is marked once, in machine code too."""
+    body = f"""mov.u32 %r9, 0; L: {LOADS[name]} mov.b32 %r2, 0; add.u32 %r6, %r1, 1; st.global.b32 [%rd9+128], %r6;
+    mov.b32 %r1, 0; setp.eq.u32 %p2, %r5, 6; @%p2 bra E;
+    add.u32 %r9, %r9, 1; setp.lt.u32 %p1, %r9, 40; @%p1 bra L; E: ret;"""
+    times = list[int]()
+    for often in (1 << 40, 1):
+        monkeypatch.setattr(code, "OFTEN", often)
+        monkeypatch.setattr(lanes, "WORTH", 0)
+        machine = Machine()
+        machine.findings = Findings()
+        out = machine.memory.add("out", np.zeros(256, np.uint8))
+        out.forget(scratch=True)
+        text = Kernel(f"{PLACE}\n{body} // {often}", {"out": np.zeros(64, np.uint32)}).ptx
+        machine.launch(load(text).entry("kernel"), (1, 1, 1), (32, 1, 1), [struct.pack("<Q", out.base)])
+        times.append(sum(one.times for one in machine.findings.by_site.values()))
+    assert times[0] == (40 if "not define" in name else 0)
+    assert times[1] == times[0], f"{times[1]} findings in machine code, {times[0]} without"
+
+
 @pytest.mark.parametrize("opcode", ["and", "lop3", "min", "mul", "prmt", "selp", "setp", "shl"])
 def test_a_rule_that_hides_what_it_watches_is_noticed(monkeypatch: pytest.MonkeyPatch, opcode: str) -> None:
     right = _states(monkeypatch, 1 << 40, "right")
