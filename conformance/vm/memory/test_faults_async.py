@@ -234,7 +234,7 @@ def test_a_map_that_is_larger_than_its_buffer(clause: str) -> None:
     assert_blamed(kernel, "out-of-bounds", "tensor copy", "`x`")
 
 
-@pytest.mark.parametrize(("bytes_", "clause"), [(128, "-128 transaction bytes"), (512, "256 transaction bytes")])
+@pytest.mark.parametrize(("bytes_", "clause"), [(128, "128 bytes more than expected"), (512, "256 transaction bytes")])
 def test_a_wrong_number_of_expected_bytes_is_a_deadlock(bytes_: int, clause: str) -> None:
     kernel = copy_kernel({"load": f"{EXPECT.replace('256', str(bytes_))}\n{LOAD}"})
     for schedule in EVERY_SCHEDULE:
