@@ -64,8 +64,11 @@ class PollWatch:
         """A strong access has read `values` [n, size] at `offsets` [n] of `data`."""
         self.seen.append(Look(data, offsets, values.shape[1], values.tobytes()))
 
-    def after(self, block: int, events: int) -> None:
-        """The warp has run `block`, which polls."""
+    def after(self, block: int | None, events: int) -> None:
+        """The warp has run `block`, which polls; None: another one."""
+        if block is None:
+            self.seen.clear()
+            return
         self.end(events)
         if self.acted:
             self.known.clear()

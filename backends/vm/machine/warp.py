@@ -577,13 +577,11 @@ class Warp:
             block = self.code.blocks[strand.block]
             self._execute(strand, block)
             done += 1
-            if block.polls_memory():
+            if polled := block.polls_memory():
                 polls = polls + 1 if engine.events == events else 0
                 events = engine.events
-                if self.watch is not None:
-                    self.watch.after(self.block, events)
-            elif self.watch is not None:
-                self.watch.seen.clear()
+            if self.watch is not None:
+                self.watch.after(self.block if polled else None, events)
             if len(self.strands) > 1:
                 self.turns.after_block(self, block)
         return done
@@ -757,8 +755,8 @@ class Warp:
             index += 1
 
     def _mark_ahead(self, carriers: Sequence[Carrier], index: int, begin: int, run: QuickRun) -> int:
-        """Mark what becomes of undefined bits in steps of `run` from `index` on, up to the returned one, which has to
-        see the values of those before it. `run` begins at step `begin`."""
+        """Mark undefined bits in the steps of `run`, which begins at `begin`, from `index` up to the returned one: that
+        has to see the values of those before it."""
         undefined, marked, accessed = self.undefined, False, False
         while index < begin + run.count:
             carrier = carriers[index]
@@ -767,9 +765,9 @@ class Warp:
             accessed |= not carrier.computes
             if accessed and (marked or not plain):
                 break
+            if not plain and not (carrier.by_bits and self.where is True):
+                break
             if not plain:
-                if not carrier.by_bits or self.where is not True:
-                    break
                 carrier.mark(self, partial(run.part, first=index - begin, count=1))
                 marked = True
             index += 1
