@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 from backends.vm.machine.cta import NAMED_BARRIERS
 from backends.vm.memory.mbarrier import MAX_COUNT
+from backends.vm.memory.tmem import COUNTS
 from backends.vm.ptx.ast import Immediate, Instruction
-
-_TENSOR_COLUMNS = (32, 64, 128, 256, 512)
 
 
 def impossible(instruction: Instruction) -> str | None:
@@ -23,7 +22,7 @@ def impossible(instruction: Instruction) -> str | None:
         return _of_mbarrier(instruction)
     if name == "tcgen05" and parts[1] in ("alloc", "dealloc"):
         columns = _constant(instruction, 1)
-        if columns is not None and columns not in _TENSOR_COLUMNS:
+        if columns is not None and columns not in COUNTS:
             return f"the number of columns is {columns}; it must be a power of two in 32..512 (PTX ISA 9.7.16.7.1)"
     return None
 

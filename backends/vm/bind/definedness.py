@@ -114,26 +114,23 @@ class Computing:
 
 Rule = Callable[[Computing], Sequence[Bits] | None]
 """Returns the undefined bits of each result, in the order of the family's binding. None: use `any_operand`."""
-_RULES: dict[str, Rule] = {}
-_WATCHES: dict[str, Callable[[Bound], bool]] = {}
+Watches = Callable[[Bound], bool]
+"""Whether the rule of an instruction looks at values of registers."""
+_RULES: dict[str, tuple[Rule, Watches]] = {}
 
 
-def carries(
-    *opcodes: str, sources: tuple[int, ...], watches: Callable[[Bound], bool] = lambda item: True
-) -> Callable[[Rule], Rule]:
+def carries(*opcodes: str, sources: tuple[int, ...], watches: Watches = lambda item: True) -> Callable[[Rule], Rule]:
     """Register the rule for instructions that begin with one of `opcodes` and only compute.
 
     `sources`: the numbers of sources that the rule handles. `any_operand` handles a spelling with another number.
-    `watches`: whether the rule looks at values of registers; otherwise it knows the results by the undefined bits and
-    the literals of an instruction.
+    If it `watches` nothing, it knows the results by the undefined bits and the literals of an instruction.
     """
 
     def register(rule: Rule) -> Rule:
         def counted(seen: Computing) -> Sequence[Bits] | None:
             return rule(seen) if len(seen.item.reads) in sources else None
 
-        _RULES.update(dict.fromkeys(opcodes, counted))
-        _WATCHES.update(dict.fromkeys(opcodes, watches))
+        _RULES.update(dict.fromkeys(opcodes, (counted, watches)))
         return rule
 
     return register
@@ -195,10 +192,9 @@ class InstructionCarrier:
         travels = item.carry.travels if item.carry is not None else frozenset[Key]()
         self._computed_from = [key for key in item.uses if key != item.guard_key]
         self._deciding = [key for key in self._computed_from if key in item.addresses or key not in travels]
-        opcode = item.instruction.parts[0]
+        self._rule, watches = _RULES.get(item.instruction.parts[0], (any_operand, lambda item: False))
         self.computes = item.form.counter in PURE
-        self._rule = _RULES.get(opcode, any_operand) if self.computes else None
-        self.by_bits = self.computes and item.guard is None and not (opcode in _WATCHES and _WATCHES[opcode](item))
+        self.by_bits = self.computes and item.guard is None and not watches(item)
         self._known: dict[tuple[bytes, ...], Sequence[Bits]] = {}
         self.touches = frozenset((*item.uses, *item.defines))
 
@@ -220,7 +216,7 @@ class InstructionCarrier:
             undefined.put(key, bits, warp.mask, origin)
 
     def _results(self, seen: Computing) -> Sequence[Bits]:
-        found = None if self._rule is None else self._rule(seen)
+        found = self._rule(seen)
         return any_operand(seen) if found is None else found
 
     def carry(self, warp: Warp, step: Step) -> object:

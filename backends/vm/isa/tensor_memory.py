@@ -22,7 +22,7 @@ from backends.vm.machine.undefined import BecameUndefined
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.clocks import pending_stamp
 from backends.vm.memory.shared import OFFSET_MASK
-from backends.vm.memory.tmem import COLUMNS, LANES, Index, Meeting, TensorMemory, free_places
+from backends.vm.memory.tmem import COLUMNS, COUNTS, LANES, Index, Meeting, TensorMemory, free_places
 from backends.vm.ptx.ast import Operand, Sink
 from backends.vm.tensor.tmem_layout import (
     RegisterMap,
@@ -34,9 +34,6 @@ from backends.vm.tensor.tmem_layout import (
 
 if TYPE_CHECKING:
     from backends.vm.machine.cta import Cta
-
-
-_COUNTS = (32, 64, 128, 256, 512)
 
 
 def _collective(warp: Warp, what: str, arguments: tuple[int, ...]) -> tuple[Meeting, tuple[Cta, Cta]]:
@@ -85,7 +82,7 @@ def alloc(b: Binder) -> Step:
         warp.meet("tcgen05.alloc")
         same_group(warp, group, "tcgen05.alloc")
         columns = uniform(warp.u32[row][warp.mask], "the column count")
-        if columns not in _COUNTS:
+        if columns not in COUNTS:
             raise Fault("tmem-alloc", f"{counted(columns, 'column')} asked for; the count is a power of two in 32..512")
         if not warp.cta.tmem.permit:
             raise Fault("tmem-alloc", "an alloc after the CTA gave up its permit (relinquish_alloc_permit)")

@@ -5,13 +5,13 @@ bind.definedness handles the others: there a lane with an undefined operand has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import and_
 
 import numpy as np
 
-from backends.vm.bind.definedness import Computing, carries, moved
+from backends.vm.bind.definedness import Computing, Watches, carries, moved
 from backends.vm.bind.flow import Bound
 from backends.vm.machine.code import LANES
 from backends.vm.machine.undefined import Bits, all_bits, lanes_of, no_bits
@@ -20,7 +20,6 @@ from backends.vm.numerics.convert import WIDTH
 from backends.vm.ptx.ast import Immediate, Sink, Vector
 
 Found = Sequence[Bits] | None
-Watches = Callable[[Bound], bool]
 _INTEGERS = ("b16", "b32", "b64", "u16", "s16", "u32", "s32", "u64", "s64")
 
 

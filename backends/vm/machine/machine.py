@@ -18,7 +18,7 @@ from backends.vm.machine.cta import Cluster
 from backends.vm.machine.engine import Engine
 from backends.vm.machine.scheduler import Schedule, schedule
 from backends.vm.machine.special import Dim3, LaunchShape
-from backends.vm.machine.spinning import RoundWatch, SpinWatch, grouped, spins
+from backends.vm.machine.spinning import RoundWatch, SpinWatch, grouped, spins, who_does
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import PARAM_WINDOW, WINDOW_SHIFT, Bytes, DeviceHeap, GlobalMemory
 from backends.vm.memory.global_races import GlobalRaces
@@ -590,9 +590,4 @@ def _parked(warps: Sequence[Warp]) -> list[str]:
             if strand.wait is not None:
                 line = warp.code.blocks[strand.block].instructions[-1].line
                 clauses.setdefault(f"at PTX line {line} for {strand.wait.reason()}", []).append(warp.name)
-    return [f"{_who(names)} {clause}" for clause, names in clauses.items()]
-
-
-def _who(names: list[str]) -> str:
-    unique = list(dict.fromkeys(names))
-    return f"{unique[0]} waits" if len(unique) == 1 else f"{unique[0]} and {len(unique) - 1} more wait"
+    return [f"{who_does(names, 'wait')} {clause}" for clause, names in clauses.items()]

@@ -289,10 +289,13 @@ def grouped(warps: Sequence[Warp], watched: Mapping[int, _Watched]) -> list[str]
     for warp in warps:
         known = watched.get(id(warp))
         clauses.setdefault(_spot(warp, known.blocks if known else ()), []).append(warp.name)
-    return [
-        f"{names[0]} spins {what}" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more spin {what}"
-        for what, names in clauses.items()
-    ]
+    return [f"{who_does(names, 'spin')} {what}" for what, names in clauses.items()]
+
+
+def who_does(names: Sequence[str], verb: str) -> str:
+    """ "warp 0 waits", or "warp 0 and 2 more wait"."""
+    unique = list(dict.fromkeys(names))
+    return f"{unique[0]} {verb}s" if len(unique) == 1 else f"{unique[0]} and {len(unique) - 1} more {verb}"
 
 
 def spins(warp: Warp, blocks: Sequence[int] = ()) -> str:

@@ -190,8 +190,7 @@ class GlobalMemory:
         if index >= 0 and address + size <= self._buffers[index].end:
             return self._buffers[index]
         where = f"outside of every buffer{self.nearest(address, size)}"
-        said = f"{access} of {counted(size, 'byte')} is {where}"
-        raise Fault("out-of-bounds", said, lane=lane, named=lane is not None)
+        raise Fault("out-of-bounds", f"{access} of {counted(size, 'byte')} is {where}", lane=lane)
 
     def nearest(self, address: int, size: int = 1) -> str:
         """The end of a sentence about `size` bytes that no buffer holds: names the buffer that holds the first of them,

@@ -31,6 +31,8 @@ from backends.vm.memory.tmem_waits import Room, fewest, listed
 
 LANES = 128
 COLUMNS = 512
+COUNTS = (32, 64, 128, 256, 512)
+"""Columns that an allocation may have (PTX ISA 9.7.16.7.1)."""
 Part = slice | npt.NDArray[np.int64]
 Index = tuple[Part, Part]
 """(lanes, columns): two slices for a block, or two integer arrays that broadcast against each other."""

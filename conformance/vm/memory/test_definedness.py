@@ -610,8 +610,8 @@ def test_a_load_of_undefined_bytes_is_in_no_stretch(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("opcode", ["and", "lop3", "min", "mul", "prmt", "selp", "setp", "shl"])
 def test_a_rule_that_hides_what_it_watches_is_noticed(monkeypatch: pytest.MonkeyPatch, opcode: str) -> None:
     right = _states(monkeypatch, 1 << 40, "right")
-    watches = definedness._WATCHES  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setitem(watches, opcode, lambda item: False)
+    rules = definedness._RULES  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setitem(rules, opcode, (rules[opcode][0], lambda item: False))
     wrong = _states(monkeypatch, 1, f"{opcode} watches no value")
     assert any((one != other).any() for one, other in zip(right, wrong, strict=True)), f"no word shows it of {opcode}"
 
