@@ -345,6 +345,10 @@ class LaunchFailedError(DSLCudaRuntimeError, LaunchRefusedError):
         self.cuda_error = refused.cuda_error
         super().__init__(refused.cuda_error, cudaError_t(refused.cuda_error).name, str(refused))
 
+    def __reduce__(self):
+        # The text holds the refusal, which is not kept.
+        return Exception.__new__, (type(self), *self.args), self.__dict__
+
 
 _CUTE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Cute tensors by the address of their first element; each refers to its source array."""

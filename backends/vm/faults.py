@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Final
 
@@ -78,6 +78,10 @@ class Fault(Exception):
         address = f", address {self.address:#x}" if self.address is not None else ""
         history = "".join(f"; {item}" for item in self.history)
         return f"[{self.rule}] {place}, {self.where}{lane}{address}: {self.detail}{history}"
+
+    def __reduce__(self):
+        # Exceptions are pickled without their slots.
+        return type(self), tuple(getattr(self, one.name) for one in fields(self))
 
     @property
     def about(self) -> MachineRule:

@@ -47,15 +47,18 @@ def load(ptx: str, shelf: Shelf | None = None, *, ring: bool = False) -> LoadedM
         told = _all_told(wrong)
         if len(told) == 1:
             raise
-        raise ManyWrongError(wrong, told) from None
+        raise ManyWrongError.of(wrong, told) from None
 
 
 class ManyWrongError(PtxSyntaxError):
     """Several instructions of a text that is not PTX. The message has a line for each of the first ones."""
 
-    def __init__(self, first: PtxSyntaxError, told: Sequence[str]) -> None:
-        super().__init__(first.problem, first.name, first.line, first.column)
-        self.args = ("\n".join(told),)
+    @classmethod
+    def of(cls, first: PtxSyntaxError, told: Sequence[str]) -> ManyWrongError:
+        """One at the place of `first` that has `told` for its text."""
+        many = cls(first.problem, first.name, first.line, first.column)
+        many.args = ("\n".join(told),)
+        return many
 
 
 def _all_told(wrong: PtxSyntaxError) -> Sequence[str]:

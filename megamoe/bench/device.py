@@ -55,7 +55,7 @@ class BoundCall:
         """Makes the stopwatch."""
         told = self._ask(timed.STOPWATCH)
         if told.get("method") not in ("graph", "events") or told.get("flush") not in ("clean", "dirty"):
-            raise RunnerFaultError(f"the stopwatch answered nonsense: {dict(told)!r:.200}", "")
+            raise RunnerFaultError(f"the stopwatch answered nonsense: {dict(told)!r:.200}")
         self.method, self.flush = told["method"], told["flush"]
 
     def sample(self, temperature: Temperature, launches: int) -> float:
@@ -73,7 +73,7 @@ class BoundCall:
         except ValidationError:
             taken = []
         if len(taken) != max(1, count):
-            raise RunnerFaultError(f"the stopwatch answered {counted(len(taken), 'sample')}, not {max(1, count)}", "")
+            raise RunnerFaultError(f"the stopwatch answered {counted(len(taken), 'sample')}, not {max(1, count)}")
         return taken
 
     def _ask(self, call: str, **told: object) -> Mapping[str, Any]:
@@ -138,7 +138,7 @@ def facts_of(machine: Runner, executor: str, limit_s: float) -> DeviceFacts:
     try:
         return DeviceFacts.model_validate(told.get("facts"))
     except ValidationError as error:
-        raise RunnerFaultError(f"the executor describes no device: {error.errors()[0]['msg']}", "") from None
+        raise RunnerFaultError(f"the executor describes no device: {error.errors()[0]['msg']}") from None
 
 
 def throttled_since(machine: Runner, executor: str, limit_s: float) -> str | None:

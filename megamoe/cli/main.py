@@ -48,8 +48,11 @@ class Ended(Exception):
     """A command ended early, with an exit status and a sentence, which is empty if nobody would read it."""
 
     def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
+        super().__init__(status, text)
+        self.status, self.text = status, text
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def _user_errors() -> tuple[type[Exception], ...]:

@@ -51,6 +51,10 @@ class DeviceLostError(DeviceError):
         super().__init__(f"{sentence}; this process can use the device no more")
         DeviceLostError.met = DeviceLostError.met or str(self)
 
+    def __reduce__(self):
+        # Whoever reads the error of another process has lost no device of its own.
+        return Exception.__new__, (type(self), *self.args)
+
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:

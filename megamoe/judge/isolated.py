@@ -78,7 +78,7 @@ class Processes:
         try:
             return Built(decoded(answer))
         except WireError as error:
-            raise RunnerFaultError(f"the backend built what is no program: {error}", "") from None
+            raise RunnerFaultError(f"the backend built what is no program: {error}") from None
 
     def machine(self, row: Row, deadline: float) -> Mapping[str, object]:
         """What the executor of `row` reports about itself."""
@@ -204,11 +204,11 @@ def _left(deadline: float) -> float:
 
 def _counters(told: object) -> dict[str, int]:
     if not isinstance(told, dict) or len(cast("dict[object, object]", told)) > 10_000:
-        raise RunnerFaultError("the executor gave counters that are no mapping of names to counts", "")
+        raise RunnerFaultError("the executor gave counters that are no mapping of names to counts")
     found: dict[str, int] = {}
     for name, count in cast("dict[str, object]", told).items():
         if not isinstance(count, int) or count < 0:
-            raise RunnerFaultError(f"the executor gave the counter {name[:80]!r} as {str(count)[:40]}", "")
+            raise RunnerFaultError(f"the executor gave the counter {name[:80]!r} as {str(count)[:40]}")
         found[name] = count
     return found
 

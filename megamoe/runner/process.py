@@ -77,9 +77,9 @@ class RunnerDiedError(Exception):
 
 class RunnerFaultError(Exception):
     """The requested function raised an exception in the runner. The text is its sentence; `trace` is the runner's
-    traceback."""
+    traceback, "" for none."""
 
-    def __init__(self, sentence: str, trace: str) -> None:
+    def __init__(self, sentence: str, trace: str = "") -> None:
         super().__init__(sentence)
         self.trace = trace
 

@@ -56,8 +56,11 @@ class SilenceError(Exception):
     """The other end has closed its side, or has sent nothing by the deadline (`late`)."""
 
     def __init__(self, late: bool) -> None:
-        super().__init__("the time is up" if late else "the other end is closed")
+        super().__init__(late)
         self.late = late
+
+    def __str__(self) -> str:
+        return "the time is up" if self.late else "the other end is closed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,9 @@ class PtxSyntaxError(ValueError):
     others: tuple[PtxSyntaxError, ...] = ()
     rest: Module | None = None
 
-    def __init__(self, problem: str, name: str, line: int | None, column: int | None) -> None:
+    def __init__(self, problem: str, name: str = "", line: int | None = None, column: int | None = None) -> None:
         place = name if line is None or line < 1 else f"{name}, line {line}, column {column}"
-        super().__init__(f"{place}: {problem}")
+        super().__init__(f"{place}: {problem}" if place else problem)
         self.problem = problem
         self.name = name
         self.line = line
