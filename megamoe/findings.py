@@ -204,6 +204,11 @@ class KernelFinding:
         return SourceLine(self.origin if self.origin.endswith(".ptx") else f"{self.kernel}.ptx", max(self.line, 1))
 
     @property
+    def short(self) -> str:
+        """The rule and the PTX line, as in sentences about other findings."""
+        return f"[{self.rule}] at PTX line {self.line}"
+
+    @property
     def sentence(self) -> str:
         """The finding in one line."""
         source = f"{_told(self.source)}, " if self.source else ""
@@ -510,7 +515,7 @@ class Ledger:
     def said_of_cause(self, finding: KernelFinding) -> str:
         """ "[race] at PTX line 7", which `finding` may follow from; "" if it may follow from nothing."""
         cause = self.cause_of(finding)
-        return "" if cause is None else f"[{cause.rule}] at PTX line {cause.line}"
+        return "" if cause is None else cause.short
 
     def text_of(self, finding: KernelFinding) -> str:
         """The finding in full, with its cause."""

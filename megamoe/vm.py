@@ -116,12 +116,14 @@ class Device:
             for tell in ON_FAULT:
                 tell(stop)
             raise stop
-        first = next((one for one in failing if one.ends), failing[0])
-        others = len(failing) - (first in failing)
+        first, others = failing[0], len(failing) - 1
         told = first.sentence + (f"; the other access: {first.other}" if first.other and first.other.source else "")
         cause = self.ledger.said_of_cause(first)
         told += f"; it may follow from {cause}" if cause else ""
         more = f" (and {counted(others, 'more finding')} that count{'s' * (others == 1)})" if others else ""
+        ending = [f"{one.short} ended the launch" for one in failing[1:] if one.ends]
+        ending += [str(stop)] if isinstance(stop, OverdueError) else []
+        more += "".join(f"; {one}" for one in ending)
         fault = KernelFault(f"{told}{more}", first.rule, found)
         for tell in ON_FAULT:
             tell(fault)

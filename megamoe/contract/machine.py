@@ -16,8 +16,8 @@ remark."""
 class KernelFault(Exception):
     """A kernel broke a rule of the machine that ran it. `rule` is a stable slug, the text a sentence with the place.
 
-    `findings`: the megamoe.findings.KernelFinding objects of the launch or call. `rule` comes from the first one that
-    counts.
+    `findings`: the megamoe.findings.KernelFinding objects of the launch or call, causes first. The text begins with the
+    first one that counts, and `rule` is its rule.
     """
 
     def __init__(self, sentence: str, rule: str = "", findings: Sequence[Any] = ()) -> None:

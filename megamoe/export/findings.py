@@ -7,6 +7,7 @@ SARIF next to the source; for a kernel compiled without line information it can 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from os.path import normpath
@@ -96,6 +97,7 @@ def _text(checked: CheckedRun) -> str:
 
 def _plain(checked: CheckedRun) -> dict[str, Any]:
     ledger = checked.ledger
+    number_of = {one.site: number for number, one in enumerate(ledger.findings)}
     return {
         "megamoe_findings": _FORMAT,
         "megamoe": version("megamoe"),
@@ -107,6 +109,7 @@ def _plain(checked: CheckedRun) -> dict[str, Any]:
                 "sentence": one.sentence,
                 "counts": ledger.counts(one),
                 "suppressed": _reason(ledger, one),
+                "may_follow_from": _cause(ledger, one, number_of),
             }
             for one in ledger.findings
         ],
@@ -120,6 +123,14 @@ def _plain(checked: CheckedRun) -> dict[str, Any]:
 def _reason(ledger: Ledger, finding: KernelFinding) -> str | None:
     suppression = ledger.suppression_of(finding)
     return None if suppression is None else suppression.reason
+
+
+def _cause(
+    ledger: Ledger, finding: KernelFinding, number_of: Mapping[tuple[object, ...], int]
+) -> dict[str, Any] | None:
+    """The place of the cause in the list of findings, and what the other formats say of it."""
+    cause = ledger.cause_of(finding)
+    return None if cause is None else {"finding": number_of[cause.site], "said": cause.short}
 
 
 def read_findings(path: Path) -> list[KernelFinding]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import jsonschema_rs
+import pytest
 
-from conformance.meta.doors.test_findings import RACE, SARIF, finding, kernel, launched
-from megamoe.export.findings import CheckedRun, rendered
+from conformance.meta.doors.test_findings import BEYOND, CLEAN, RACE, SARIF, TWICE, finding, kernel, launched
+from megamoe.export.findings import CheckedRun, read_findings, rendered
 from megamoe.findings import CollidingAccess, KernelFinding, Ledger, module_of
 from megamoe.vm import Device
 
@@ -87,6 +89,36 @@ def test_the_message_of_a_launch_says_what_it_may_follow_from() -> None:
                                 missing="a loop", line=5, leads_to=("race",))])  # fmt: skip
     fault = launched(device, RACE)
     assert "; it may follow from [wait-result-unread] at PTX line 5" in str(fault), fault
+
+
+@pytest.mark.parametrize("steps", [(RACE, CLEAN, BEYOND), (TWICE, RACE, CLEAN, BEYOND), (BEYOND,), (RACE,)], ids=len)
+@pytest.mark.parametrize("profile", ["strict", "default", "lenient"])
+def test_a_launch_raises_what_the_report_begins_with(steps: tuple[str, ...], profile: str) -> None:
+    """What ends a launch may follow from what it did before."""
+    device = Device("sm_100a", profile=profile)
+    fault = launched(device, *steps)
+    counting = [one for one in device.findings if device.ledger.counts(one)]
+    assert (fault is None) == (not counting)
+    if fault is None:
+        return
+    report = rendered(CheckedRun(Ledger(device.ledger.profile, (), {one.site: one for one in counting})), "text")
+    assert report.startswith(f"{counting[0].grade} {counting[0].sentence}"), report
+    assert str(fault).startswith(counting[0].sentence), fault
+    assert fault.rule == counting[0].rule
+    assert fault.findings == tuple(device.findings), "in another order than the report"
+    ending = [one for one in counting if one.ends]
+    assert bool(ending) == (BEYOND in steps)
+    for one in ending:
+        said = f"{one.short} ended the launch"
+        assert (said in str(fault)) == (one is not counting[0]), fault
+
+
+def test_a_launch_that_is_stopped_says_so_behind_what_it_found() -> None:
+    device = Device("sm_100a")
+    device.timeout = 1.5
+    fault = launched(device, RACE, "LOOP: red.global.add.u32 [%rd1], 1;\n bra LOOP;")
+    assert str(fault).startswith(device.findings[0].sentence), fault
+    assert "the launch was stopped: " in str(fault), fault
 
 
 def test_what_may_follow_from_a_finding_comes_after_it() -> None:
@@ -173,3 +205,21 @@ def test_every_format_says_what_may_be_the_cause() -> None:
     for text in (failure.text, root.findtext("testsuite/system-out"), rendered(CheckedRun(ledger), "text"),
                  result["message"]["text"], result["relatedLocations"][-1]["message"]["text"]):  # fmt: skip
         assert len(said.findall(text or "")) == 1, text
+    plain = json.loads(rendered(CheckedRun(ledger), "json"))["findings"]
+    assert [one["may_follow_from"] for one in plain] == [None, {"finding": 0, "said": "[race] at PTX line 30"}]
+
+
+def test_the_cause_in_json_is_that_of_the_ledger_and_is_read_back(tmp_path: Path) -> None:
+    race = finding(missing="a barrier", line=77, other=CollidingAccess("warp 1", "read", 91))
+    copy = CollidingAccess("a copy", "writes", 77)
+    unawaited = finding(rule="copy-not-awaited", missing="a wait", line=91, other=copy, leads_to=("race",))
+    ledger, again = Ledger(), Ledger()
+    ledger.take([finding(rule="trap", line=3), race, unawaited])
+    file = tmp_path / "found.json"
+    file.write_text(rendered(CheckedRun(ledger), "json"), "utf-8")
+    plain = json.loads(file.read_text("utf-8"))["findings"]
+    causes = [one["may_follow_from"] and ledger.findings[one["may_follow_from"]["finding"]] for one in plain]
+    assert causes == [ledger.cause_of(one) for one in ledger.findings]
+    assert causes[-1] == unawaited, "the plant has no cause"
+    again.take(read_findings(file))
+    assert [again.cause_of(one) for one in again.findings] == causes, "a suite in its own process loses causes"
