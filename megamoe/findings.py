@@ -6,7 +6,7 @@ A `Ledger` keeps the findings of a run: one per site, however many lanes, CTAs, 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
@@ -416,6 +416,64 @@ def _accesses(finding: KernelFinding) -> set[int]:
     return {finding.line, finding.other.line if finding.other else 0} - {0}
 
 
+_Alike = tuple[object, ...]
+_First = dict[_Alike, tuple[int, KernelFinding]]
+"""The first of findings that are alike as causes, with its number in the ledger."""
+
+
+@dataclass(slots=True)
+class _MissingOrders:
+    """The findings of a kernel that name a missing order, by all that decides what may follow from them.
+
+    A kernel may have thousands. Those that are alike are the same to `Ledger.cause_of`, which wants the first.
+    """
+
+    by_accesses: dict[frozenset[int], _First] = field(default_factory=dict[frozenset[int], _First])
+    by_line: dict[int, _First] = field(default_factory=dict[int, _First])
+    by_line_of_cta: dict[tuple[int, str], _First] = field(default_factory=dict[tuple[int, str], _First])
+    by_cta: dict[str, _First] = field(default_factory=dict[str, _First])
+
+    def add(self, number: int, one: KernelFinding) -> None:
+        """Adds a finding with the next number."""
+        early, ahead, accesses = _Threads.of(one.where), _threads_of(one).ctas, _accesses(one)
+        alike, first = (one.rule, one.leads_to), (number, one)
+        if one.other is not None:
+            self.by_accesses.setdefault(frozenset(accesses), {}).setdefault(alike, first)
+        for line in accesses:
+            self.by_line.setdefault(line, {}).setdefault(alike, first)
+            for cta in early.ctas:
+                self.by_line_of_cta.setdefault((line, cta), {}).setdefault(alike, first)
+        for cta in ahead:
+            self.by_cta.setdefault(cta, {}).setdefault((*alike, ahead, early), first)
+
+    def near(self, finding: KernelFinding, end: int) -> list[KernelFinding]:
+        """The causes that `Ledger.cause_of` chooses from. `end`: the number of `finding`."""
+        if finding.missing:
+            pair = self.by_accesses.get(frozenset(_accesses(finding)), {}) if finding.other is not None else {}
+            exact = [first for first in pair.values() if finding.rule in first[1].leads_to]
+        else:
+            exact = [first for line in _lines_of(finding) for first in self.by_line.get(line, {}).values()]
+        return _in_turn(exact) or _in_turn(self._within(finding, end)) or _in_turn(self._general(finding, end))
+
+    def _within(self, finding: KernelFinding, end: int) -> Iterator[tuple[int, KernelFinding]]:
+        for span, ctas in () if finding.missing else _spans_of(finding):
+            for line in span if len(span) < len(self.by_line) else self.by_line:
+                for cta in ctas if line in span else ():
+                    yield from (one for one in self.by_line_of_cta.get((line, cta), {}).values() if one[0] < end)
+
+    def _general(self, finding: KernelFinding, end: int) -> Iterator[tuple[int, KernelFinding]]:
+        threads = _threads_of(finding)
+        # A cause concerns all of the CTAs, so that any of them will do.
+        for number, one in min((self.by_cta.get(cta, {}) for cta in threads.ctas), key=len, default={}).values():
+            if number < end and finding.rule in one.leads_to and _may_lead(one, threads):
+                yield number, one
+
+
+def _in_turn(found: Iterable[tuple[int, KernelFinding]]) -> list[KernelFinding]:
+    """Findings by their numbers, each once."""
+    return [one for _, one in sorted(dict(found).items())]
+
+
 @dataclass(slots=True)
 class Ledger:
     """The findings of a run, one per site. `used`: the suppressions that have matched."""
@@ -425,6 +483,19 @@ class Ledger:
     by_site: dict[tuple[object, ...], KernelFinding] = field(default_factory=dict[tuple[object, ...], KernelFinding])
     used: set[Suppression] = field(default_factory=set[Suppression])
     _ordered: list[KernelFinding] | None = field(default=None, init=False, repr=False, compare=False)
+    _numbers: dict[tuple[object, ...], int] = field(default_factory=dict[tuple[object, ...], int], init=False,
+                                                    repr=False, compare=False)  # fmt: skip
+    _orders: dict[tuple[str, str], _MissingOrders] = field(default_factory=dict[tuple[str, str], _MissingOrders],
+                                                           init=False, repr=False, compare=False)  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for site, one in self.by_site.items():
+            self._number(site, one)
+
+    def _number(self, site: tuple[object, ...], one: KernelFinding) -> None:
+        number = self._numbers[site] = len(self._numbers)
+        if one.missing:
+            self._orders.setdefault((one.module, one.kernel), _MissingOrders()).add(number, one)
 
     @classmethod
     def of(cls, profile: str, suppress: str | Path | None, rules: Collection[str] | None = None) -> Ledger:
@@ -452,13 +523,14 @@ class Ledger:
         at = {one.site: one for one in reversed(graded)}
         placed = dict[int, KernelFinding]()
         for one in graded:
-            chain = [one]
-            while id(chain[-1]) not in placed and (cause := self.cause_of(chain[-1])) is not None:
+            chain = {id(one): one}
+            last = one
+            while id(last) not in placed and (cause := self.cause_of(last)) is not None:
                 known = at.get(cause.site)
-                if known is None or known.grade != one.grade or any(known is each for each in chain):
+                if known is None or known.grade != one.grade or id(known) in chain:
                     break
-                chain.append(known)
-            for each in reversed(chain):
+                last = chain[id(known)] = known
+            for each in reversed(chain.values()):
                 placed.setdefault(id(each), each)
         return list(placed.values())
 
@@ -467,12 +539,14 @@ class Ledger:
         fresh: list[KernelFinding] = []
         self._ordered = None
         for one in found:
-            known = self.by_site.get(one.site)
+            site = one.site
+            known = self.by_site.get(site)
             if known is None:
-                self.by_site[one.site] = one
+                self.by_site[site] = one
+                self._number(site, one)
                 fresh.append(one)
             else:
-                self.by_site[one.site] = replace(
+                self.by_site[site] = replace(
                     known,
                     times=known.times + one.times,
                     ends=known.ends or one.ends,
@@ -488,29 +562,13 @@ class Ledger:
         before: it is between lines that `finding` names, or its rule leads to that of `finding` and they concern the
         same threads. Where several are as near, it is one that follows from none of the others.
         """
-        lines, spans, site = _lines_of(finding) - {0}, _spans_of(finding), finding.site
-        threads, accesses = _threads_of(finding), _accesses(finding)
-        before, exact, within, general = True, *(list[KernelFinding]() for _ in range(3))
-        for known, one in self.by_site.items():
-            before = before and known != site
-            if not one.missing or (one.module, one.kernel) != (finding.module, finding.kernel):
-                continue
-            leads = finding.rule in one.leads_to
-            if finding.missing:
-                pair = leads and None not in (one.other, finding.other) and _accesses(one) == accesses
-                exact += [one] * pair
-            elif lines & _accesses(one):
-                exact.append(one)
-            elif before and any(
-                ctas & _Threads.of(one.where).ctas and any(line in span for line in _accesses(one))
-                for span, ctas in spans
-            ):
-                within.append(one)
-            if before and leads and _may_lead(one, threads):
-                general.append(one)
-        near = exact or within or general
+        orders = self._orders.get((finding.module, finding.kernel))
+        if orders is None:
+            return None
+        near = orders.near(finding, self._numbers.get(finding.site, len(self._numbers)))
         led = {slug for one in near for slug in one.leads_to}
-        return next((one for one in near if one.rule not in led), near[0] if near else None)
+        first = next((one for one in near if one.rule not in led), near[0] if near else None)
+        return None if first is None else self.by_site[first.site]
 
     def said_of_cause(self, finding: KernelFinding) -> str:
         """ "[race] at PTX line 7", which `finding` may follow from; "" if it may follow from nothing."""

@@ -102,13 +102,14 @@ class Device:
             # The machine's own frames say nothing about the kernel.
             raise KeyboardInterrupt("interrupted in a launch") from None
         finally:
-            new = [one for one in self.machine.findings if not any(one is old for old in before)]
+            known = {id(one) for one in before}
+            new = [one for one in self.machine.findings if id(one) not in known]
             module = module_of(ptx) if new else ""
             found = [KernelFinding.of(one, origin, module, self.schedule) for one in new]
             fresh, found = self.ledger.in_order(self.ledger.take(found)), self.ledger.in_order(found)
         failing = [one for one in found if self.ledger.counts(one)]
         for one in fresh:
-            if one not in failing and self.ledger.suppression_of(one) is None:
+            if not self.ledger.counts(one) and self.ledger.suppression_of(one) is None:
                 self.reported(one)
         if stop is None and not failing:
             return
