@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
+from backends.ptx.assembler import find_ptxas
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.load import load
+from megamoe.contract import UnsupportedError
 
 _HEAD = """.version 9.2
 .target TARGET
@@ -162,6 +167,67 @@ WITHOUT_A_SPACE = [
     ("cvta.to.global.u64 %l0, g+4;", "cvta.to.shared.u64 %l0, s;"),
     ("cvta.param.u64 %l0, p;", "cvta.to.param.u64 %l0, p;"),
 ]
+
+
+MISPLACED = [
+    # ptxas takes red, and ends in an error of its own where atom, a prefetch or a discard has no code.
+    ("red.add.u32 [l], 1;", "atom.add.u32 %r0, [l], 1;", "`l` is a variable in .local, of which atom"),
+    ("atom.cas.b32 %r0, [s], 1, 2;", "atom.cas.b32 %r0, [l+4], 1, 2;", "of which atom"),
+    ("atom.exch.b32 %r0, [g], 1;", "atom.acquire.gpu.exch.b32 %r0, [l], 1;", "of which atom"),
+    ("prefetch.L1 [l];", "prefetch.L1 [s];", "`s` is a variable in .shared, of which prefetch"),
+    ("prefetch.tensormap [s];", "prefetch.L2::evict_last [s+4];", "of which prefetch"),
+    ("prefetchu.L1 [g];", "prefetchu.L1 [l];", "of which prefetchu"),
+    ("prefetch.local.L1 [l];", "prefetchu.L1 [s];", "of which prefetchu"),
+    ("discard.L2 [l], 128;", "discard.L2 [s], 128;", "of which discard"),
+    ("applypriority.L2::evict_normal [l], 128;", "applypriority.L2::evict_normal [s], 128;", "of which applypriority"),
+    ("isspacep.global %p, g+4;", "isspacep.global %p, c+4;", "no generic address"),
+    ("isspacep.param %p, c+4;", "isspacep.local %p, p+4;", "no generic address"),
+    # Orders, where no other thread stores
+    ("ld.volatile.local.u32 %r0, [l];", "ld.relaxed.gpu.local.u32 %r0, [l];", "no .relaxed in .local"),
+    ("ld.weak.const.u32 %r0, [c];", "ld.volatile.const.u32 %r0, [c];", "no .volatile in .const"),
+    ("ld.acquire.gpu.u32 %r0, [%l0];", "ld.acquire.gpu.const.u32 %r0, [%l0];", "no .acquire in .const"),
+    ("ld.weak.param.u32 %r0, [p];", "ld.volatile.param.v2.u32 {%r0, %r1}, [p];", "no .volatile in .param"),
+    ("st.release.gpu.shared.u32 [s], %r0;", "st.release.gpu.local.u32 [l], %r0;", "no .release in .local"),
+    ("st.volatile.local.u32 [l], %r0;", "st.relaxed.cta.local.v2.u32 [%l0], {%r0, %r1};", "no .relaxed in .local"),
+    ("ld.param.u32 %r0, [p];", "st.param.u32 [p], %r0;", "`p` is a parameter of the kernel"),
+    ("ld.local.u32 %r0, [l];", "ld.param.u32 %r0, [l];", "address in .param; name"),
+    # Names of variables as values
+    ("mov.u64 %l0, g+4;", "add.u64 %l0, g, 4;", "`g` is a variable; its address is no operand here"),
+    ("mov.b64 {%r0, %r1}, c;", "mov.b64 %l0, {s, %r0};", "`s` is a variable; its address"),
+    ("st.global.u64 [g], %l0;", "st.global.u64 [g], s;", "`s` is a variable; its address"),
+    ("st.global.v2.u64 [g], {%l1, %l0};", "st.global.v2.u64 [g], {p, %l0};", "`p` is a variable; its address"),
+    ("setp.eq.u64 %p, %l0, 0;", "setp.eq.u64 %p, l, 0;", "`l` is a variable; its address"),
+    ("red.add.u64 [g], %l0;", "red.add.u64 [g], c;", "`c` is a variable; its address"),
+    ("bar.sync 0;", "bar.sync s;", "`s` is a variable; its address"),
+    ("mov.u64 %l0, s;", "mov.f64 %l0, s;", "`s` is a variable; its address"),
+    ("mov.u32 %r0, s;", "mov.u32 %r0, g;", "`g` is a variable in .global, where an address has 64 bits"),
+    ("mov.u32 %r0, g+4;", "mov.b32 %r0, g;", "`g` is a variable in .global, where an address has 64 bits"),
+]
+
+
+@pytest.mark.parametrize(("taken", "refused", "says"), MISPLACED)
+def test_a_variable_or_an_order_where_ptxas_has_none_is_refused(taken: str, refused: str, says: str) -> None:
+    """As by ptxas 13.5, which was asked for each with -arch sm_90a. It has most from -arch compute_90a on."""
+    head = _HEAD.replace("TARGET", "sm_90a").replace(".visible .entry k() {\n", _VARIABLES) + _LOCAL
+    load(f"{head}{taken}\nret;\n}}").entry("k")
+    with pytest.raises(UnknownInstructionError) as refusal:
+        load(f"{head}{refused}\nret;\n}}").entry("k")
+    assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize(("taken", "refused", "says"), MISPLACED)
+def test_ptxas_says_the_same(taken: str, refused: str, says: str, tmp_path: Path) -> None:
+    try:
+        ptxas = find_ptxas()
+    except UnsupportedError as lacking:
+        pytest.skip(str(lacking))
+    head = _HEAD.replace("TARGET", "sm_90a").replace(".visible .entry k() {\n", _VARIABLES) + _LOCAL
+    for body, wanted in ((taken, True), (refused, False)):
+        source = tmp_path / "one.ptx"
+        source.write_text(f"{head}{body}\nret;\n}}", "utf-8")
+        command = [str(ptxas), "-arch", "sm_90a", "-o", str(tmp_path / "one.cubin"), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode == 0) == wanted, f"{body}: {done.stderr}; the machine says: {says}"
 
 
 @pytest.mark.parametrize(("taken", "refused"), WITHOUT_A_SPACE)

@@ -7,7 +7,7 @@ system functions (SYSTEM_CALLS), whose calls stay and take registers as operands
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -42,14 +42,23 @@ _LAUNCHES: Final = ("__cudaCDP2", "cudaCDP2", "cudaLaunchDevice", "cudaGetParame
 _CALL_SPACE: Final = ("param", "param::func")
 
 
-def with_calls_in_place(module: Module, function: Function) -> Function:
-    """`function` with its calls inlined. Raises UnknownInstructionError for a call that cannot be followed."""
+class _UnfollowedError(UnknownInstructionError):
+    """A call that cannot be followed. All else can be told without it."""
+
+
+def with_calls_in_place(
+    module: Module, function: Function
+) -> tuple[Function, Sequence[tuple[int, UnknownInstructionError]]]:
+    """`function` with its calls inlined, and a refusal with its PTX line for each call that cannot be followed.
+
+    Such a call is left out. Raises UnknownInstructionError for a kernel that is too long.
+    """
     if not any(one.parts[0] == "call" for one in function.instructions):
-        return function
+        return function, ()
     names = dict.fromkeys(one.name for one in function.params)
     placed = _Placer(module, function, dict(function.registers))
     placed.body(_Frame(function, "", {}, (function.name,), None), names)
-    return Function(
+    whole = Function(
         name=function.name,
         is_entry=function.is_entry,
         params=function.params,
@@ -62,6 +71,7 @@ def with_calls_in_place(module: Module, function: Function) -> Function:
         branch_targets=placed.branch_targets,
         line=function.line,
     )
+    return whole, placed.refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,9 @@ class _Placer:
     instructions: list[Instruction] = field(default_factory=list[Instruction])
     labels: dict[str, int] = field(default_factory=dict[str, int])
     branch_targets: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    refused: list[tuple[int, UnknownInstructionError]] = field(
+        default_factory=list[tuple[int, UnknownInstructionError]]
+    )
     calls: int = 0
 
     def body(self, frame: _Frame, kept: Mapping[str, object]) -> None:
@@ -134,7 +147,13 @@ class _Placer:
     def _one(self, frame: _Frame, names: dict[str, Symbol], called: set[str], instruction: Instruction) -> None:
         parts = instruction.parts
         if parts[0] == "call":
-            self._call(frame, names, instruction)
+            before = len(self.instructions)
+            try:
+                self._call(frame, names, instruction)
+            except _UnfollowedError as refusal:
+                # What was placed for it may go to labels that are not there.
+                del self.instructions[before:]
+                self.refused.append((instruction.line, refusal))
             return
         guard = instruction.guard and Guard(frame.prefix + instruction.guard.register, instruction.guard.negated)
         if parts[0] == "ret" and frame.end is not None:
@@ -240,8 +259,8 @@ class _Placer:
         """The variable in .param space that an argument or a result of a call names."""
         return self.variables.get(operand.name) if isinstance(operand, Symbol) else None
 
-    def _refused(self, call: Instruction, what: str) -> UnknownInstructionError:
-        return UnknownInstructionError(f"PTX line {call.line}: `{call.text}` calls {what}")
+    def _refused(self, call: Instruction, what: str) -> _UnfollowedError:
+        return _UnfollowedError(f"PTX line {call.line}: `{call.text}` calls {what}")
 
 
 def _based_on(operand: Operand, names: set[str]) -> bool:

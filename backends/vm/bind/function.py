@@ -28,7 +28,7 @@ from backends.vm.bind.flow import (
 )
 from backends.vm.bind.forms import Form, bind_in_ring, find, in_order
 from backends.vm.bind.lanes import RunFinder
-from backends.vm.bind.operand_types import in_another_space, mistyped
+from backends.vm.bind.operand_types import misplaced, mistyped
 from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, UnknownInstructionError, counted
 from backends.vm.machine.code import (
@@ -208,18 +208,19 @@ def build(
     *,
     ring: bool = False,
     relatives: Relatives | None = None,
+    unfollowed: Sequence[tuple[int, UnknownInstructionError]] = (),
 ) -> Code:
     """Bind every instruction of `function` and cut it into blocks.
 
     `symbol_spaces` maps the names of variables and parameters that it may address to their state space. `target` and
     `version` are the module's; an instruction that they do not have is refused. `ring`: floats are elements of a ring.
-    `relatives`: instructions that are bound already. Raises UnknownInstructionError for all instructions that this
-    machine does not have.
+    `relatives`: instructions that are bound already. `unfollowed`: refusals of calls that are left out of `function`.
+    Raises UnknownInstructionError for these and all instructions that this machine does not have.
     """
     known = Relatives() if relatives is None else relatives
     function = _in_order(function)
     rows = known.rows_for(function.registers, symbol_spaces, (target, version))
-    bound, refused = list[Bound](), list[tuple[int, UnknownInstructionError]]()
+    bound, refused = list[Bound](), [*unfollowed]
     for one in function.instructions:
         try:
             item = known.instruction(one, rows) or _bind(one, rows, target, version, ring=ring)
@@ -318,7 +319,7 @@ def _bind(instruction: Instruction, rows: RegisterRows, target: str, version: Ve
 
 def misused(instruction: Instruction, rows: RegisterRows) -> str | None:
     """The reason why an operand cannot be what it is, whatever the target, as ptxas finds it; None if it takes all."""
-    return mistyped(instruction, rows.types) or in_another_space(instruction, rows.symbols) or impossible(instruction)
+    return mistyped(instruction, rows.types) or misplaced(instruction, rows.symbols) or impossible(instruction)
 
 
 def _leaders(function: Function, bound: list[Bound]) -> list[int]:
@@ -405,13 +406,14 @@ def bind_function(
 
     `ring`: floats are elements of a ring, and `function` has no `relatives`.
     """
-    function = with_calls_in_place(module, function)
+    function, unfollowed = with_calls_in_place(module, function)
     visible = {**module.variables, **{v.name: v for v in (*function.variables, *function.params)}}
     spaces = {name: variable.space for name, variable in visible.items()}
     spaces.update(dict.fromkeys(function.labels, "code"))
     target = next((one for one in module.target if one.startswith("sm_")), "")
     layout = BoundFunction(
-        build(function, spaces, target, module.version, ring=ring, relatives=relatives), module.variables
+        build(function, spaces, target, module.version, ring=ring, relatives=relatives, unfollowed=unfollowed),
+        module.variables,
     )
     dynamic: set[str] = set()
     shared = RESERVED

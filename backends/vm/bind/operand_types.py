@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from backends.vm.bind.forms import is_type
-from backends.vm.ptx.ast import Address, Instruction, Negated, Operand, Register, Symbol
+from backends.vm.ptx.ast import Address, Instruction, Negated, Operand, Register, Symbol, Vector
 from backends.vm.ptx.functions import is_special
 
 _INTEGERS: Final = frozenset(f"{sign}{width}" for sign in "us" for width in (8, 16, 32, 64))
@@ -85,13 +85,63 @@ def _typed(instruction: Instruction) -> Iterator[tuple[Operand, str]]:
 
 _SPACES: Final = frozenset({"global", "shared", "const", "local", "param"})
 _TAKE_SYMBOLS: Final = frozenset({"cvta", "mapa", "getctarank"})
-"""Instructions that name a variable without brackets."""
+"""Instructions that name a variable without brackets, in the space that they name."""
+_READ_SYMBOLS: Final = frozenset({"mov", "isspacep", *_TAKE_SYMBOLS})
+"""All that name a variable without brackets, but for those that go to a label."""
+_UNORDERED: Final[Mapping[str, frozenset[str]]] = {
+    "local": frozenset({"relaxed", "acquire", "release"}),
+    "const": frozenset({"volatile", "relaxed", "acquire", "release"}),
+    "param": frozenset({"volatile", "relaxed", "acquire", "release"}),
+}
+"""The orders that loads and stores of a state space do not have, since no other thread stores there."""
+_NO_CODE: Final[Mapping[str, frozenset[str]]] = {
+    "atom": frozenset({"local"}),
+    "prefetch": frozenset({"shared"}),
+    "prefetchu": frozenset({"shared", "local"}),
+    "applypriority": frozenset({"shared"}),
+    "discard": frozenset({"shared"}),
+}
+"""Spaces whose variables ptxas 13.5 does not take in place of a generic address: but for prefetchu it ends in an error
+of its own, and there is no code to run. It takes them in red."""
+
+
+def misplaced(instruction: Instruction, symbols: Mapping[str, str]) -> str | None:
+    """The reason why an instruction cannot do this in a state space or with a variable, or None. `symbols`: the state
+    space of each variable.
+    """
+    parts = instruction.parts
+    spaces = [space for part in parts if (space := part.partition("::")[0]) in _SPACES]
+    if parts[0] in ("ld", "st") and spaces:
+        for word in sorted(_UNORDERED.get(spaces[0], frozenset()).intersection(parts)):
+            return f"there is no .{word} in .{spaces[0]}, where no other thread stores (PTX ISA 9.7.9.8, 9.7.9.11)"
+    if parts[0] == "st" and spaces == ["param"]:
+        for one in instruction.operands[:1]:
+            if isinstance(one, Address) and isinstance(one.base, Symbol) and symbols.get(one.base.name) == "param":
+                return f"`{one.base.name}` is a parameter of the kernel, which cannot be written (PTX ISA 5.1.6)"
+    return _as_a_value(instruction, symbols) or in_another_space(instruction, symbols)
+
+
+def _as_a_value(instruction: Instruction, symbols: Mapping[str, str]) -> str | None:
+    """The reason why a variable's name without brackets is no operand here, or None."""
+    parts = instruction.parts
+    whole = parts[0] in _READ_SYMBOLS and not _FLOATS.intersection(parts)
+    for operand in instruction.operands:
+        for one in operand.items if isinstance(operand, Vector) else [operand]:
+            there = symbols.get(one.name, "code") if isinstance(one, Symbol) else "code"
+            if not isinstance(one, Symbol) or there == "code":
+                continue
+            if one is not operand or not whole:
+                return f"`{one.name}` is a variable; its address is no operand here, so move it to a register first"
+            # ptxas takes a sum, such as `g+4`.
+            if parts[0] == "mov" and there == "global" and not one.offset and parts[-1] in ("u32", "s32", "b32"):
+                return f"`{one.name}` is a variable in .global, where an address has 64 bits"
+            if parts[0] == "isspacep" and there in ("const", "param") and parts[1] not in ("const", "param"):
+                return f"`{one.name}` is a variable in .{there}, which has no generic address here; use cvta"
+    return None
 
 
 def in_another_space(instruction: Instruction, symbols: Mapping[str, str]) -> str | None:
-    """The reason why a variable does not lie where the instruction looks for it, or None. `symbols`: the state space of
-    each variable.
-    """
+    """The reason why a variable does not lie where the instruction looks for it, or None; see `misplaced`."""
     if instruction.parts[:2] == ("cvta", "to") or instruction.parts[0] == "isspacep":
         for one in instruction.operands:
             # ptxas takes a sum, such as `g+4`.
@@ -110,8 +160,9 @@ def in_another_space(instruction: Instruction, symbols: Mapping[str, str]) -> st
     for at, place in enumerate(places):
         space = named[at] if at < len(named) else last
         there = symbols.get(place.name, space) if isinstance(place, Symbol) else space
-        # What a call passes is local here.
-        if isinstance(place, Symbol) and there != space and (there, space) != ("local", "param"):
+        # What a call passes is local here; its loads and stores say so.
+        passed = (there, space) == ("local", "param") and instruction.parts[0] not in ("ld", "st")
+        if isinstance(place, Symbol) and there != space and not passed:
             return (
                 f"`{place.name}` is a variable in .{there}, where this operand is an address in .{space}; name its "
                 "state space, or use a generic address"
@@ -123,9 +174,10 @@ def _without_generic_address(instruction: Instruction, symbols: Mapping[str, str
     """The reason why an instruction without a state space, which takes generic addresses, does not take a variable.
 
     As in ptxas 13.5, it takes the names of those in .global, .shared and .local: their addresses become generic. A
-    tensor map fence takes all, mapa and getctarank those in .shared.
+    tensor map fence takes all, mapa and getctarank those in .shared. _NO_CODE has the exceptions.
     """
     first = instruction.parts[0]
+    untaken = frozenset[str]() if "tensormap" in instruction.parts else _NO_CODE.get(first, frozenset())
     for one in () if first == "fence" else instruction.operands:
         place = one.base if isinstance(one, Address) else one if first in _TAKE_SYMBOLS else None
         there = symbols.get(place.name, "shared") if isinstance(place, Symbol) else "shared"
@@ -134,4 +186,6 @@ def _without_generic_address(instruction: Instruction, symbols: Mapping[str, str
                 f"`{place.name}` is a variable in .{there}, which has no generic address here; name its state space, "
                 "or take its address with cvta"
             )
+        if isinstance(place, Symbol) and there in untaken:
+            return f"`{place.name}` is a variable in .{there}, of which {first} takes no address"
     return None
