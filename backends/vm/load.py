@@ -62,8 +62,11 @@ class ManyWrongError(PtxSyntaxError):
 
 
 def _all_told(wrong: PtxSyntaxError) -> Sequence[str]:
-    """What is wrong with a text, by PTX line: names that are not declared, and the refusals of all entries."""
-    found = [(one.line or 0, str(one)) for one in (wrong, *wrong.others)]
+    """What is wrong with a text, by PTX line: what is outside the grammar, names that are not declared, each once, and
+    the refusals of all entries."""
+    every = (wrong, *wrong.others)
+    misspelt = [(one.line or 0, str(one)) for one in every if one.outside_grammar]
+    found = [(one.line or 0, str(one)) for one in every if not one.outside_grammar]
     rest = None if wrong.rest is None else LoadedModule(wrong.rest)
     for name, function in wrong.rest.functions.items() if wrong.rest is not None else ():
         try:
@@ -72,4 +75,4 @@ def _all_told(wrong: PtxSyntaxError) -> Sequence[str]:
         except UnknownInstructionError as refused:
             found += [(line, f"{wrong.name}, {said}") for line, said in refused.by_line]
     by_problem = {said.partition(": ")[2]: (line, said) for line, said in sorted(found, reverse=True)}
-    return first_told([said for _, said in sorted(by_problem.values())])
+    return first_told([said for _, said in sorted([*misspelt, *by_problem.values()])])

@@ -8,10 +8,12 @@ from importlib import resources
 
 from lark import Lark, Token, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
+from backends.vm.faults import MOST_TOLD
 from backends.vm.ptx import plain
 from backends.vm.ptx.ast import Function, Module, Variable
 from backends.vm.ptx.comments import blanked
 from backends.vm.ptx.functions import FunctionBuilder, Scopes, check_unreserved, is_special
+from backends.vm.ptx.recovery import without_statement
 from backends.vm.ptx.tree import MisreadError, PtxSyntaxError, RawFunction, RawModule, RawVariable
 from backends.vm.ptx.tree_builder import TreeBuilder
 from backends.vm.ptx.variables import declare
@@ -88,20 +90,43 @@ def parse(text: str, name: str = "<ptx>") -> Module:
     """The module in `text`, with scopes flattened and every name resolved.
 
     Errors quote `name` as the file. PtxSyntaxError, a sentence with line and column, for text outside the grammar and
-    for a name declared twice or not at all.
+    for a name declared twice or not at all. It is the first one, and has all others that do not follow from another.
     """
+    wrong, left = list[PtxSyntaxError](), text
+    while True:
+        try:
+            rest = _read(left, name)
+            break
+        except PtxSyntaxError as error:
+            wrong += [error, *error.others]
+            rest = error.rest
+            known = rest is not None or error.others or len(wrong) >= MOST_TOLD
+            skipped = None if known else without_statement(left, error.line, error.column)
+            if skipped is None:
+                break
+            left = skipped
+    if not wrong:
+        assert rest is not None
+        return rest
+    first, *others = sorted(wrong, key=lambda one: (one.line or 0, one.column or 0))
+    first.others, first.rest = tuple(others), rest
+    raise first
+
+
+def _read(text: str, name: str) -> Module:
+    """The module in `text`. PtxSyntaxError for what is wrong first, with all else if the text is in the grammar."""
     # PLAIN tokens carry no positions. Text with an error inside one is read again token by token to find the place.
     try:
         return module_of(text, grammar(plain.EXTENSION))
     except UnexpectedInput as error:
         if not (isinstance(error, UnexpectedToken) and error.token.type == plain.TERMINAL):
-            raise _unexpected(error, text, name) from None
+            raise _outside_grammar(error, text, name) from None
     except MisreadError:
         pass
     try:
         return module_of(text, grammar())
     except UnexpectedInput as error:
-        raise _unexpected(error, text, name) from None
+        raise _outside_grammar(error, text, name) from None
     except MisreadError as problem:
         raise problem.of_file(name) from None
 
@@ -187,6 +212,12 @@ def _check_of_module(name: Token) -> None:
     check_unreserved(name, str(name))
     if is_special(name):
         raise MisreadError(f"{name} is declared in the module, but it is a special register; choose another name", name)
+
+
+def _outside_grammar(error: UnexpectedInput, text: str, name: str) -> PtxSyntaxError:
+    told = _unexpected(error, text, name)
+    told.outside_grammar = True
+    return told
 
 
 def _unexpected(error: UnexpectedInput, text: str, name: str) -> PtxSyntaxError:

@@ -27,11 +27,12 @@ class PtxSyntaxError(ValueError):
     """PTX text that cannot be parsed. The message has file, line and column (from 1), what was seen and expected.
 
     `others`: what is wrong at later lines. `rest`: the module without the instructions that are wrong, None if it
-    cannot be told.
+    cannot be told. `outside_grammar`: not about a name or a constant.
     """
 
     others: tuple[PtxSyntaxError, ...] = ()
     rest: Module | None = None
+    outside_grammar: bool = False
 
     def __init__(self, problem: str, name: str = "", line: int | None = None, column: int | None = None) -> None:
         place = name if line is None or line < 1 else f"{name}, line {line}, column {column}"
