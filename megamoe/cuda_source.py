@@ -87,7 +87,7 @@ HOST_HEADERS = {
 @dataclass(frozen=True, slots=True)
 class _Source:
     """CUDA C++ from a file, or given as text (`file` is ""), for a target. `kernel`: a template to instantiate, or "",
-    whose name may leave out the namespaces `spaces`."""
+    whose name may leave out the namespaces `spaces`; the types of its parameters choose among overloads."""
 
     text: str
     target: str
@@ -111,8 +111,14 @@ class _Source:
         if not self.kernel:
             return ""
         using = " ".join(f"using namespace {one};" for one in self.spaces)
-        address = f"void megamoe_instantiates() {{ (void)&{self.kernel}; }}"
+        address = f"void megamoe_instantiates() {{ (void)({self.address}); }}"
         return f"\n{using}\n#ifndef __CUDACC_RTC__\n{address}\n#endif\n"
+
+    @property
+    def address(self) -> str:
+        """The expression for the address of `kernel`."""
+        name, parameters = _parted(self.kernel)
+        return f"(void (*){parameters})&{name}" if parameters else f"&{name}"
 
     @property
     def folder(self) -> str:
@@ -125,15 +131,49 @@ _TEMPLATE = re.compile(
     r"\btemplate\s*<[^;{}]*?>[^;{}()]*\b__global__\b(?:\s*\w+\s*\([^()]*\)|\s*\w+)*?\s*\bvoid\b"
     r"(?:\s*__\w+__\s*\([^()]*\))*\s+(\w+)\s*\("
 )
+_PLAIN = re.compile(r"[\w:]+")
 _SPECIALISED = re.compile(r"[\w:]+<[\w\s:<>,*&+().-]+>")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def template_named(entry: str) -> str:
-    """k<float, 3> of the entry k<float, 3>(float*); "" if it has no template arguments."""
-    name = entry.strip()
-    name = name[: name.rindex(">") + 1] if ">" in name else ""
-    return name if _SPECIALISED.fullmatch(name) else ""
+    """The entry k<float, 3>, k<float, 3>(float*) or k(float*), if it may name a template; else ""."""
+    name, parameters = _parted(entry.strip())
+    named = _SPECIALISED.fullmatch(name) or (parameters and _PLAIN.fullmatch(name))
+    return f"{name}{parameters}" if named and not re.search(r"[;{}]", parameters) else ""
+
+
+def _parted(entry: str) -> tuple[str, str]:
+    """k<float> and (float*, int) of k<float>(float*, int)."""
+    depth = 0
+    for at in reversed(range(len(entry) if entry.endswith(")") else 0)):
+        depth += (entry[at] == ")") - (entry[at] == "(")
+        if not depth:
+            return entry[:at].rstrip(), entry[at:]
+    return entry, ""
+
+
+def overloads_of(text: str, entry: str) -> str:
+    """Says which templates of kernels in CUDA C++ `text` the name of `entry` may mean, and how to choose one; "" unless
+    there are several."""
+    name, _ = _parted(entry)
+    code = _COMMENT.sub(" ", text)
+    own = name.partition("<")[0].rpartition("::")[2].strip()
+    found = [f"{own}{_parameters_at(code, one.end() - 1)}" for one in _TEMPLATE.finditer(code) if one[1] == own]
+    if len(found) < 2:
+        return ""
+    return (f"the source has {len(found)} templates of that name, {' and '.join(found)}: ask for one with the types of "
+            f"its parameters behind the name, without those of the template: --entry '{name}(...)'")  # fmt: skip
+
+
+def _parameters_at(code: str, begin: int) -> str:
+    """The list of parameters that begins there, on one line."""
+    depth = 0
+    for at in range(begin, len(code)):
+        depth += (code[at] == "(") - (code[at] == ")")
+        if not depth:
+            return " ".join(code[begin : at + 1].split())
+    return "(...)"
 
 
 def templates_wanting(text: str, name: str = "") -> str:
@@ -144,10 +184,13 @@ def templates_wanting(text: str, name: str = "") -> str:
     found = dict.fromkeys(_TEMPLATE.findall(_COMMENT.sub("", text)))
     if not found:
         return ""
-    wanted = name or f"{next(iter(found))}<...>"
+    wanted, parameters = _parted(name)
+    parameters = parameters or "(...)"
+    wanted = wanted or f"{next(iter(found))}<...>"
     ask = "" if name else f", or ask for it with its template arguments: --entry '{wanted}'"
-    return (f"a template is compiled only where it is instantiated: add `template __global__ void {wanted}(...);`, "
-            f"with the types of its parameters{ask}")  # fmt: skip
+    line = f"template __global__ void {wanted}{parameters};"
+    return (f"a template is compiled only where it is instantiated: add `{line}`, with the types of its "
+            f"parameters{ask}")  # fmt: skip
 
 
 class _WordsError(Exception):
@@ -157,7 +200,8 @@ class _WordsError(Exception):
 def compiled(text: str, target: str, file: str = "", kernel: str = "") -> str:
     """Compiles CUDA C++ `text`, read from the file with absolute name `file`, to PTX with the first compiler that can.
 
-    `kernel`: a template to instantiate, as in k<float, 3>; namespaces may be left out.
+    `kernel`: a template to instantiate, as in k<float, 3> or, among overloads, k<float, 3>(float*); namespaces may be
+    left out.
 
     LaunchRefusedError with the compilers' messages if the text does not compile; UnsupportedError if there is no
     compiler.
@@ -303,7 +347,7 @@ def _by_nvrtc(nvrtc: Any, version: str, source: _Source) -> str:
 
         _, program = nvrtc.nvrtcCreateProgram(place.read_bytes(), str(place).encode(), 0, [], [])
         if source.kernel:
-            nvrtc.nvrtcAddNameExpression(program, source.kernel.encode())
+            nvrtc.nvrtcAddNameExpression(program, source.address.encode())
         try:
             code, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [one.encode() for one in options])
             if not int(code):

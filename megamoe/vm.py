@@ -26,10 +26,10 @@ from megamoe.contract.counted import counted
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
-from megamoe.cuda_source import compiled, template_named, templates_wanting
+from megamoe.cuda_source import compiled, overloads_of, template_named, templates_wanting
 from megamoe.findings import KernelFinding, Ledger, module_of
 from megamoe.given.arguments import addresses_among, encoded
-from megamoe.given.entry_names import entry_named, with_source_names
+from megamoe.given.entry_names import entries_named, entry_named, with_source_names
 from megamoe.given.host_memory import Reached, array_of, several
 from megamoe.given.tensor_maps import PixelBox as PixelBox
 from megamoe.given.tensor_maps import array_behind
@@ -319,17 +319,22 @@ def with_entry(machine: KernelMachine, source: str | Path, entry: str) -> tuple[
         return ptx, entry_named(entry, machine.entries(ptx))
     except LaunchRefusedError as refused:
         text, file = _read(source)
-        if _is_ptx(text) or not isinstance(entry, str):
+        before = machine.entries(ptx)
+        # Of several, the refusal says how to choose one.
+        if _is_ptx(text) or not isinstance(entry, str) or entries_named(entry, before):
             raise
         name = template_named(entry)
         wanting = templates_wanting(text, name)
         if not name:
             raise LaunchRefusedError(f"{refused}; {wanting}" if wanting else str(refused)) from None
-        before = machine.entries(ptx)
         try:
             ptx = compiled(text, machine.target, file, name)
         except LaunchRefusedError as problem:
-            raise LaunchRefusedError("; ".join([str(refused), *filter(None, [wanting]), str(problem)])) from None
+            told = [str(refused), wanting, str(problem)]
+            if overloads := overloads_of(text, name):
+                # A compiler's words about overloads are about code that the user did not write.
+                told = [str(refused), "" if "overloaded function" in str(problem) else str(problem), overloads]
+            raise LaunchRefusedError("; ".join(filter(None, told))) from None
     return ptx, _instantiated(entry, before, machine.entries(ptx))
 
 

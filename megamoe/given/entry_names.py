@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 
@@ -22,8 +22,7 @@ def entry_named(entry: str, entries: Mapping[str, object]) -> str:
         raise LaunchRefusedError(f"the entry is {entry!r}; it must be the name of a kernel: {_listed(entries)}")
     if entry in entries:
         return entry
-    asked = _key(entry)
-    found = [name for name in entries if asked in _spellings(name)]
+    found = entries_named(entry, entries)
     if len(found) == 1:
         return found[0]
     several = "more than one" if found else "no"
@@ -36,6 +35,12 @@ def entry_named(entry: str, entries: Mapping[str, object]) -> str:
     raise LaunchRefusedError(
         f"the module has {several} entry {entry!r}; its entries are: {_listed(found or entries)}{hint}"
     )
+
+
+def entries_named(entry: str, entries: Iterable[str]) -> list[str]:
+    """Those of C++ that the source calls `entry`; see `entry_named`."""
+    asked = _key(entry)
+    return [name for name in entries if asked in _spellings(name)]
 
 
 def source_name(name: str) -> str:

@@ -282,6 +282,58 @@ def test_a_template_that_is_not_instantiated_is_said(entry: str, told: str) -> N
     assert told in str(refused.value)
 
 
+OVERLOADED = """
+namespace mine {
+struct Pair { int a, b; };
+template <typename T> __global__ void k(T* y, int n) { y[threadIdx.x] = n; }
+template <typename T> __global__ void k(T* y, float n) { y[threadIdx.x] = n + 1; }
+template <typename T> __global__ void k(T* y, const Pair* n, int) { y[threadIdx.x] = n ? 7 : 8; }
+}
+"""
+INSTANTIATED = (f"{OVERLOADED}template __global__ void mine::k<float>(float*, int);\n"
+                "template __global__ void mine::k<float>(float*, float);\n")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "compilers",
+    [
+        pytest.param("nvccs", marks=pytest.mark.skipif(not cuda_source.nvccs(), reason="there is no nvcc")),
+        pytest.param("nvrtc_binding", marks=with_nvrtc),
+    ],
+)
+def test_one_of_several_templates_is_chosen_by_its_parameters(compilers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {"nvccs": ("nvrtc_binding", None), "nvrtc_binding": ("nvccs", [])}[compilers]
+    monkeypatch.setattr(cuda_source, other[0], lambda: other[1])
+    cuda_source._compiled.cache_clear()
+    for text, entry, args, value in (
+        (OVERLOADED, "mine::k<float>(float*, int)", (3,), 3),
+        (OVERLOADED, "k<float>(float *, float)", (3.0,), 4),
+        (OVERLOADED, "k<float>(float*, Pair const*, int)", (None, 1), 8),
+        (OVERLOADED, "mine::k(float*, float)", (3.0,), 4),
+        (INSTANTIATED, "k<float>(float*, float)", (3.0,), 4),
+        (INSTANTIATED, "k(float*, int)", (3,), 3),
+    ):
+        y = torch.zeros(32)
+        Device("sm_100a").launch(text, entry, 1, 32, y, *args)
+        assert (y == value).all(), f"{entry}: {y[0]} instead of {value}"
+    candidates = "k(T* y, int n) and k(T* y, float n) and k(T* y, const Pair* n, int): ask for one"
+    for entry, told, end in (
+        ("k<float>", candidates, "--entry 'k<float>(...)'"),
+        ("k<float>(float*, double)", candidates, "--entry 'k<float>(...)'"),
+        ("k<none>(none*, int)", '"none" is undefined', "--entry 'k<none>(...)'"),
+    ):
+        with pytest.raises(LaunchRefusedError) as refused:
+            Device("sm_100a").launch(OVERLOADED, entry, 1, 32, None, None)
+        assert told in str(refused.value), refused.value
+        assert str(refused.value).endswith(end), refused.value
+        assert "megamoe_instantiates" not in str(refused.value) or "none" in entry, refused.value
+    for entry in ("k<float>", "k"):
+        with pytest.raises(LaunchRefusedError, match=r"or by its mangled name$") as refused:
+            Device("sm_100a").launch(INSTANTIATED, entry, 1, 32, None, None)
+        assert "k<float>(float*, int)), " in str(refused.value), "the candidates are not named"
+    cuda_source._compiled.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("text", "kernel"),
     [
