@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.contract.backend import UnsupportedError
+from megamoe.contract.counted import counted
 from megamoe.contract.machine import LaunchRefusedError
 from megamoe.contract.scratch import scratch_folder
 
@@ -162,8 +163,9 @@ def overloads_of(text: str, entry: str) -> str:
     found = [f"{own}{_parameters_at(code, one.end() - 1)}" for one in _TEMPLATE.finditer(code) if one[1] == own]
     if len(found) < 2:
         return ""
-    return (f"the source has {len(found)} templates of that name, {' and '.join(found)}: ask for one with the types of "
-            f"its parameters behind the name, without those of the template: --entry '{name}(...)'")  # fmt: skip
+    many = f"{counted(len(found), 'template')} of that name, {' and '.join(found)}"
+    return (f"the source has {many}: ask for one with the types of its parameters behind the name, "
+            f"without those of the template: --entry '{name}(...)'")  # fmt: skip
 
 
 def _parameters_at(code: str, begin: int) -> str:
