@@ -165,7 +165,7 @@ def overloads_of(text: str, entry: str) -> str:
         return ""
     many = f"{counted(len(found), 'template')} of that name, {' and '.join(found)}"
     return (f"the source has {many}: ask for one with the types of its parameters behind the name, "
-            f"without those of the template: --entry '{name}(...)'")  # fmt: skip
+            f"with the template's arguments in place: --entry '{name}(...)'")  # fmt: skip
 
 
 def _parameters_at(code: str, begin: int) -> str:
