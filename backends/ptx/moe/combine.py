@@ -7,6 +7,7 @@ each rounded to nearest even in fp32; then round to bf16.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from backends.ptx.builder import CTAID_X, CTAID_Y, TID_X, Builder
 from backends.ptx.moe.routing import NO_ROW
@@ -34,6 +35,7 @@ class LayerCombineParams(Parameters):
     topk: U32
 
 
+@cache
 def combine_kernel(version: tuple[int, int], target: Target = "sm_100a") -> Builder:
     """Grid: (tokens, groups of COLUMNS of hidden)."""
     x = Builder(ENTRY, target=target, version=version, block=THREADS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from backends.ptx.builder import CTAID_X, CTAID_Y, TID_X, Builder
 from backends.ptx.moe.layout import ATOM_BYTES, SF_VEC_SIZE, TILE_M
@@ -164,6 +165,7 @@ class RequantiseParams(Parameters):
     intermediate: U32
 
 
+@cache
 def requantise_kernel(
     version: tuple[int, int], target: Target = "sm_100a", encode: EncodeWord | None = code_word
 ) -> Builder:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 from backends.ptx.builder import CTAID_X, FULL_WARP, LANEMASK_LT, TID_X, Builder
 from backends.ptx.moe.layout import TILE_M
@@ -154,6 +155,7 @@ class _Router:
             yield _LaneRoute(route, chosen, exists, ballot)
 
 
+@cache
 def routing_kernel(version: tuple[int, int], target: Target = "sm_100a", widths: tuple[int, ...] = ()) -> Builder:
     """Grid: one CTA per expert. With `widths`, ascending, it also writes the table of column tiles."""
     x = Builder(ENTRY, target=target, version=version, block=COLUMN_THREADS if widths else THREADS)

@@ -9,6 +9,7 @@ of x_sf is never read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from backends.ptx.builder import CTAID_X, CTAID_Y, TID_X, Builder
 from backends.ptx.moe.layout import ATOM_BYTES, ATOM_ROWS, TILE_M
@@ -34,6 +35,7 @@ class GatherParams(Parameters):
     k_atoms: U32
 
 
+@cache
 def gather_scales_kernel(version: tuple[int, int]) -> Builder:
     """Grid: (maximum number of row tiles, groups of ATOMS_PER_CTA atoms along K)."""
     x = Builder(GATHER_ENTRY, target="sm_100a", version=version, block=GATHER_THREADS)

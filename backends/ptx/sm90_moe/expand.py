@@ -10,6 +10,7 @@ they are columns of the product that no thread reads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from backends.ptx.builder import CTAID_X, CTAID_Y, TID_X, Builder
 from backends.ptx.moe.layout import ATOM_BYTES, ATOM_ROWS, SF_VEC_SIZE
@@ -110,6 +111,7 @@ def expand_entry(gathered: bool, weighted: bool = False, bf16: bool = False) -> 
     return "moe_expand" + "_gathered" * gathered + "_weighted" * weighted + "_bf16" * bf16
 
 
+@cache
 def expand_kernel(version: tuple[int, int], *, gathered: bool, weighted: bool = False, bf16: bool = False) -> Builder:
     """Grid: (maximum number of column tiles, rows of the widest)."""
     x = Builder(expand_entry(gathered, weighted, bf16), target="sm_90a", version=version, block=THREADS)

@@ -14,6 +14,7 @@ zero scale become zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from backends.ptx.builder import CTAID_X, CTAID_Y, TID_X, Builder
 from backends.ptx.moe.layout import ATOM_BYTES
@@ -63,6 +64,7 @@ class _Row:
     scales: Register
 
 
+@cache
 def repack_kernel(version: tuple[int, int]) -> Builder:
     """Grid: (panels of all experts, units). An expert has whole panels, so panels are numbered across all experts."""
     x = Builder(ENTRY, target="sm_90a", version=version, block=THREADS)
