@@ -19,8 +19,8 @@ LANES = 32
 TYPES = ("bool", "int8", "uint8", "int32", "uint32", "int64", "float32", "float64")
 UNARY = (np.invert, np.logical_not, np.negative, np.absolute, np.bitwise_count, np.isnan)
 BINARY = (
-    np.add, np.subtract, np.multiply, np.divide, np.floor_divide, np.fmod, np.remainder, np.bitwise_and,
-    np.bitwise_or, np.bitwise_xor, np.logical_and, np.logical_or, np.logical_xor, np.left_shift, np.right_shift, np.equal,
+    np.add, np.subtract, np.multiply, np.divide, np.floor_divide, np.fmod, np.remainder, np.bitwise_and, np.bitwise_or,
+    np.bitwise_xor, np.logical_and, np.logical_or, np.logical_xor, np.left_shift, np.right_shift, np.equal,
     np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal, np.minimum, np.maximum, np.fmin, np.fmax,
 )  # fmt: skip
 
