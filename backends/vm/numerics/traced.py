@@ -40,14 +40,14 @@ _ARITHMETIC: Final = {
 _LOGIC: Final = {np.logical_and: "and_", np.logical_or: "or_", np.logical_xor: "xor"}
 _OF_BOOLS: Final[Mapping[np.ufunc, np.ufunc | None]] = {
     np.add: np.logical_or, np.multiply: np.logical_and, np.subtract: None, np.negative: None, np.floor_divide: None,
-    np.fmod: None, np.left_shift: None, np.right_shift: None,
+    np.fmod: None, np.remainder: None, np.left_shift: None, np.right_shift: None,
 }  # fmt: skip
 """The operation that NumPy applies to bools; None where NumPy raises an error or the result is not a bool."""
 _TABLES: Final[list[npt.NDArray[Any]]] = []
 """Keeps tables alive, because machine code reads them."""
 _BOUND: Final[WeakSet[Any]] = WeakSet()
 """Modules that contain the addresses of tables."""
-_QUOTIENTS: Final = {np.floor_divide: ("sdiv", "udiv"), np.fmod: ("srem", "urem")}
+_QUOTIENTS: Final = {np.floor_divide: ("sdiv", "udiv"), np.fmod: ("srem", "urem"), np.remainder: ("srem", "urem")}
 
 
 def llvm_type(dtype: npt.DTypeLike, shape: Shape = ()) -> Any:
@@ -266,7 +266,7 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         return shifted if arithmetic else cast("Traced", np.where(inside, shifted, 0))
 
     def _quotient(self, ufunc: np.ufunc, a: Traced, by: Traced) -> Traced:
-        """Integer floor_divide (rounds down) and fmod (remainder of truncated division), for `by` other than 0.
+        """Integer floor_divide (rounds down) with remainder, and fmod (of truncated division), for `by` other than 0.
 
         The least integer divided by -1 would trap, so -1 is handled apart.
         """
@@ -278,6 +278,9 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         found = self._made(a.dtype, getattr(b, _QUOTIENTS[ufunc][0])(a.value, safe.value), a.shape)
         if ufunc is np.fmod:
             return cast("Traced", np.where(negates, 0, found))
+        if ufunc is np.remainder:
+            rest = cast("Any", np.where(negates, 0, found))
+            return cast("Traced", np.where((rest != 0) & ((rest < 0) ^ (by < 0)), rest + by, rest))
         above = cast("Any", (a < 0) ^ (by < 0)) & (found * safe != a)
         return cast("Traced", np.where(negates, -a, found - above.astype(a.dtype)))
 

@@ -132,13 +132,13 @@ def test_ctas_and_schedules_change_no_bit(target: Target, text: str, way: Share 
 SPLITS: dict[Target, tuple[int, ...]] = {"sm_100a": (2, 3, 7, 32), "sm_90a": (2, 7, 32, 33)}
 SPLIT_CASES: dict[Target, tuple[str, ...]] = {
     "sm_100a": (
-        "hd=64,t=3,s_k=700,heads=2,kv_heads=1,inputs=large_logits",
+        "hd=64,t=3,s_k=520,heads=2,kv_heads=1,inputs=large_logits",
         "hd=128,t=40,s_k=520,causal=true,window=200",
         "hd=256,t=100,s_k=30,causal=true",
         "hd=512,t=2,s_k=300,heads=2",
     ),
     "sm_90a": (
-        "hd=64,t=3,s_k=700,heads=2,kv_heads=1,inputs=large_logits",
+        "hd=64,t=3,s_k=520,heads=2,kv_heads=1,inputs=large_logits",
         "hd=128,t=129,s_k=520,causal=true,window=200",
         "hd=512,t=2,s_k=300,heads=2",
     ),

@@ -514,7 +514,7 @@ def _turns(subject: Subject, mutant: Mutant, schedules: Sequence[str], *, few_ct
 def killed_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> tuple[str, str]:
     """The check that kills a mutant on one case under one schedule, as a row is judged, and its sentence; or "", ""."""
     whole = subject.baseline(built, schedule)
-    with _limited(whole) as steps, _as_changed(whole.tape, built.program, mutant) as (program, executor):
+    with _limited(whole) as steps, as_changed(whole.tape, built.program, mutant) as (program, executor):
         options = RunOptions(schedule=schedule, step_budget=steps)
         check, sentence, counters = verdict(built, program, options, executor)
     return (check, sentence) if check else _findings(counters, whole.counters)
@@ -534,7 +534,7 @@ def _found_by(subject: Subject, built: Built, mutant: Mutant, schedule: str) -> 
     judged."""
     whole = subject.collection(built, schedule)
     findings = UntilNew(own=frozenset(one.site for one in whole.found))
-    limited, changed = _limited(subject.baseline(built, schedule)), _as_changed(whole.tape, built.program, mutant)
+    limited, changed = _limited(subject.baseline(built, schedule)), as_changed(whole.tape, built.program, mutant)
     with limited as steps, changed as (program, listening):
         options = RunOptions(schedule=schedule, step_budget=steps)
         try:
@@ -565,7 +565,7 @@ class UntilNew(Findings):
 
 
 @contextmanager
-def _as_changed(
+def as_changed(
     tape: Tape, program: Program | HostProgram, mutant: Mutant
 ) -> Iterator[tuple[Program | HostProgram, machine.VmExecutor]]:
     """Yields what runs for a mutant: `program`, with only the changed kernel run, or the whole mutant."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from conformance.kernels.mutants.campaign import Outcome, Subject, built_of, collected
+from conformance.kernels.mutants.campaign import Outcome, Subject, as_changed, built_of, collected
 from conformance.kernels.mutants.mutant import Mutant, mutants
 from conformance.kernels.mutants.table import Reason, survivors
 from megamoe.contract import RunOptions
@@ -55,8 +55,10 @@ def held(claims: Iterable[Outcome]) -> Iterator[Claim]:
 def changed(subject: Subject, mutant: Mutant) -> list[str]:
     """Outputs of the subject's first case where a mutant leaves other bits than the unchanged program."""
     built = subject.built[0]
-    own = subject.collection(built, SCHEDULE).ran.settled
-    other = collected(built, mutant.of(built.program), RunOptions(schedule=SCHEDULE)).ran.settled
+    whole = subject.collection(built, SCHEDULE)
+    with as_changed(whole.tape, built.program, mutant) as (program, listening):
+        ran = collected(built, program, RunOptions(schedule=SCHEDULE), listening=listening).ran
+    own, other = whole.ran.settled, ran.settled
     return [name for name in own if not torch.equal(own[name].view(torch.uint8), other[name].view(torch.uint8))]
 
 

@@ -19,7 +19,7 @@ LANES = 32
 TYPES = ("bool", "int8", "uint8", "int32", "uint32", "int64", "float32", "float64")
 UNARY = (np.invert, np.logical_not, np.negative, np.absolute, np.bitwise_count, np.isnan)
 BINARY = (
-    np.add, np.subtract, np.multiply, np.divide, np.floor_divide, np.fmod, np.bitwise_and, np.bitwise_or,
+    np.add, np.subtract, np.multiply, np.divide, np.floor_divide, np.fmod, np.remainder, np.bitwise_and, np.bitwise_or,
     np.bitwise_xor, np.logical_and, np.logical_or, np.logical_xor, np.left_shift, np.right_shift, np.equal,
     np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal, np.minimum, np.maximum, np.fmin, np.fmax,
 )  # fmt: skip
@@ -59,7 +59,7 @@ def drawn(dtype: str, seed: int) -> npt.NDArray[Any]:
 def differing(ufunc: np.ufunc, dtype: str) -> str:
     """How the machine code differs from NumPy on this type; "" if it does not, or if it is refused."""
     operands = [drawn(dtype, seed) for seed in range(ufunc.nin)]
-    if ufunc in (np.floor_divide, np.fmod) and dtype not in ("float32", "float64"):
+    if ufunc in (np.floor_divide, np.fmod, np.remainder) and dtype not in ("float32", "float64"):
         operands[1][operands[1] == 0] = 3
     with np.errstate(all="ignore"):
         try:
