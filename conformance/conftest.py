@@ -79,7 +79,8 @@ def _keepers_share_pages() -> Iterator[None]:
     This server has also loaded what many forks of tests import, and no command's: pytest, and libraries of the machine.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megamoe.runner.forks.PRELOADED", (*PRELOADED, "lark", "llvmlite.binding", "llvmlite.ir", "pytest"))
+        libraries = ("lark", "llvmlite.binding", "llvmlite.ir", "pytest")
+        patch.setattr("megamoe.runner.forks.PRELOADED", (*PRELOADED, *libraries))
         fork_keepers_from_the_server()
         yield
 
