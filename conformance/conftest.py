@@ -18,7 +18,7 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
 from megamoe.runner.child import give_memory_back
-from megamoe.runner.process import fork_keepers_from_the_server
+from megamoe.runner.process import PRELOADED, fork_keepers_from_the_server
 
 # Kernels are small, and a thread pool costs more than it saves: it is ten times slower on two busy cores. numpy and
 # torch read these variables when they are imported, after this file.
@@ -73,9 +73,16 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _keepers_share_pages() -> None:
-    """Forks the keepers from one server, as a command does: each would import torch by itself otherwise."""
-    fork_keepers_from_the_server()
+def _keepers_share_pages() -> Iterator[None]:
+    """Forks the keepers from one server, as a command does: each would import torch by itself otherwise.
+
+    This server has also loaded what many forks of tests import, and no command's: pytest, and libraries of the machine.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        libraries = ("lark", "llvmlite.binding", "llvmlite.ir", "pytest")
+        patch.setattr("megamoe.runner.forks.PRELOADED", (*PRELOADED, *libraries))
+        fork_keepers_from_the_server()
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from math import copysign, inf, isfinite, isinf
+from math import copysign, inf, isfinite, isinf, nan
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from backends.vm.numerics.formats import Float64, Rounding, directed
 
 _QUIET = np.uint64(1 << 51)
 _SMALLEST_NORMAL = 2.0**-1022
+
+_Nearest = tuple[float, float]
+"""The nearest double, and `excess` as in `directed`."""
 
 
 def add(a: Float64, b: Float64, *, rounding: Rounding = "rn") -> Float64:
@@ -106,10 +109,12 @@ def _both_nan(r: Float64, a: Float64, b: Float64) -> Float64:
     return np.where(np.isnan(a) & np.isnan(b), quiet(b), r)
 
 
-def _each(function: Callable[..., float], rounding: Rounding, *operands: Float64) -> Float64:
+def _each(function: Callable[..., _Nearest], rounding: Rounding, *operands: Float64) -> Float64:
+    """`function` of each element, moved to the neighbour that `rounding` requires."""
     columns = np.broadcast_arrays(*operands)
     rows = zip(*(column.ravel().tolist() for column in columns), strict=True)
-    return np.array([function(rounding, *row) for row in rows], dtype=np.float64).reshape(columns[0].shape)
+    found = np.array([function(rounding, *row) for row in rows], dtype=np.float64).reshape(-1, 2)
+    return directed(found[:, 0], found[:, 1], rounding).reshape(columns[0].shape)
 
 
 def _nearest(exact: Fraction) -> float:
@@ -119,47 +124,45 @@ def _nearest(exact: Fraction) -> float:
         return inf if exact > 0 else -inf
 
 
-def _step(nearest: float, excess: float, rounding: Rounding) -> float:
-    return float(directed(np.array([nearest]), np.array([excess]), rounding)[0])
-
-
-def _round(exact: Fraction, rounding: Rounding) -> float:
-    """A nonzero value rounded once."""
+def _round(exact: Fraction, rounding: Rounding) -> _Nearest:
     nearest = _nearest(exact)
+    if rounding == "rn":
+        return nearest, nan
     if isinf(nearest):
-        return _step(nearest, -nearest, rounding)
-    return _step(nearest, float((exact > Fraction(nearest)) - (exact < Fraction(nearest))), rounding)
+        return nearest, -nearest
+    rounded = Fraction(nearest)
+    return nearest, float((exact > rounded) - (exact < rounded))
 
 
-def _mul(rounding: Rounding, a: float, b: float) -> float:
+def _mul(rounding: Rounding, a: float, b: float) -> _Nearest:
     if a == 0 or b == 0 or not isfinite(a) or not isfinite(b):
-        return a * b
+        return a * b, nan
     return _round(Fraction(a) * Fraction(b), rounding)
 
 
-def _fma(rounding: Rounding, a: float, b: float, c: float) -> float:
+def _fma(rounding: Rounding, a: float, b: float, c: float) -> _Nearest:
     if not isfinite(a) or not isfinite(b):
-        return a * b + c
+        return a * b + c, nan
     if not isfinite(c):
-        return c
+        return c, nan
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     if exact:
         return _round(exact, rounding)
     negative = (copysign(1, a) < 0) != (copysign(1, b) < 0)
     if negative == (copysign(1, c) < 0):
-        return c
+        return c, nan
     # IEEE 754 6.3: an exact zero sum of unlike signs is -0 when rounding down, +0 otherwise.
-    return -0.0 if rounding == "rm" else 0.0
+    return (-0.0 if rounding == "rm" else 0.0), nan
 
 
-def _div(rounding: Rounding, a: float, b: float, quotient: float) -> float:
+def _div(rounding: Rounding, a: float, b: float, quotient: float) -> _Nearest:
     if a == 0 or b == 0 or not isfinite(a) or not isfinite(b):
-        return quotient
+        return quotient, nan
     return _round(Fraction(a) / Fraction(b), rounding)
 
 
-def _sqrt(rounding: Rounding, a: float, root: float) -> float:
+def _sqrt(rounding: Rounding, a: float, root: float) -> _Nearest:
     if not isfinite(root) or root == 0:
-        return root
+        return root, nan
     square = Fraction(root) ** 2
-    return _step(root, float((Fraction(a) > square) - (Fraction(a) < square)), rounding)
+    return root, float((Fraction(a) > square) - (Fraction(a) < square))

@@ -23,7 +23,7 @@ from conformance import SILICON
 Words = npt.NDArray[np.uint64]
 
 COUNT: Final = 512
-"""Values of each operand; a block has 128 threads."""
+"""Values of each operand."""
 WIDTH: Final[Mapping[str, int]] = {
     **dict.fromkeys(("s8", "u8", "b8", "e2m1x2"), 8),
     **dict.fromkeys(("s16", "u16", "b16", "f16", "bf16", "e4m3x2", "e5m2x2", "e2m3x2", "e3m2x2", "ue8m0x2"), 16),
@@ -132,7 +132,8 @@ _RANGES: Final[Mapping[str, Callable[[np.random.Generator], Words]]] = {
 
 FILE: Final = SILICON / "lanewise" / "programs.json"
 HEAD: Final = ".version 8.6\n.target sm_90a\n.address_size 64\n"
-BLOCK: Final = 128
+MAX_BLOCK: Final = 1024
+"""Threads of a block on the machine, where a few large blocks are sooner ready than many small ones."""
 SOURCES: Final = "abce"
 """The letters of a program's operands."""
 _BOOLEANS: Final = ("and", "or", "xor")
@@ -184,7 +185,8 @@ def answered(programs: Sequence[Program], text: str, sources: Sequence[Words], c
         struct.pack("<Q", machine.memory.add(f"v{place}", array.reshape(-1).view(np.uint8)).base)
         for place, array in enumerate([*sources, results])
     ]
-    machine.launch(load(HEAD + text).entry(programs[0].entry), (count // BLOCK, 1, 1), (BLOCK, 1, 1), params)
+    block = min(count, MAX_BLOCK)
+    machine.launch(load(HEAD + text).entry(programs[0].entry), (count // block, 1, 1), (block, 1, 1), params)
     return results
 
 
