@@ -7,6 +7,8 @@ programs' included. `--draw SYNC OTHERS SEED` adds mutants of the smoke profile'
 `--some N`: only N of all, at random; at most an eighth of these deadlock in the VM, as such mutants cost seconds each.
 `--hanging`: only mutants that hang in the record of an H200 (silicon.py), with waits that give up, so that tools come
 to an end; and their unchanged programs, with the same waits.
+`--untold`: only mutants of that record on which no tool ran, but for those that hang; and `alone.json`, what the record
+says of them alone.
 `--more N`: only mutants of SYNCHRONISATION that the record of an H200 lacks; of each program those on the N cases that
 have most of them. `--texts`: the folder gets PTX instead of machine code, and on_device.py assembles it, with a copy of
 the pinned ptxas that it finds in the folder.
@@ -21,7 +23,7 @@ import lzma
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,8 @@ from backends.vm.memory.global_memory import Buffer
 from conformance.fakes.patient import patient
 from conformance.kernels.mutants.campaign import Built, Plan, Record, Subject, built_of, planned, subjects
 from conformance.kernels.mutants.mutant import SYNCHRONISATION, Mutant, mutants, program_id
-from conformance.kernels.mutants.on_device import RUNS, TEXTS, lot, numbered
-from conformance.kernels.mutants.silicon import read
+from conformance.kernels.mutants.on_device import ALONE, RUNS, TEXTS, lot, numbered
+from conformance.kernels.mutants.silicon import Seen, read
 from conformance.kernels.mutants.table import RECORD
 from megamoe.contract import HostProgram, Program
 from megamoe.contract.assembly import assemblers
@@ -193,6 +195,23 @@ class Carried:
         launcher = Path(__file__).with_name("on_device.py")
         (self.folder / "on_device.py").write_text(launcher.read_text("utf-8"), "utf-8")
 
+    def write_alone(self, seen: Sequence[Seen]) -> None:
+        """Writes alone.json: the answers that `seen` has of the mutants without a tool."""
+        fates = {one.id: one for one in seen if one.id}
+        answers = [
+            {
+                "number": row["number"],
+                "tool": ALONE,
+                "status": of.fate,
+                "wrong": of.wrong,
+                "of": of.launches,
+                "reports": {},
+            }
+            for row in self.rows
+            if (of := fates.get(row["id"])) is not None
+        ]
+        (self.folder / "alone.json").write_text(json.dumps(answers))
+
 
 def cubin(ptx: str) -> bytes:
     """Assembles with the first assembler found."""
@@ -220,12 +239,22 @@ def of_record(record: Record) -> Iterator[tuple[Subject, Built, Mutant]]:
             yield found[0], built, found[1][one.id]
 
 
-def of_silicon(fate: str) -> Iterator[tuple[Subject, Built, Mutant]]:
-    """Yields mutants of an H200's record with this fate whose program is still built, each with the case it ran on."""
+def hangs(one: Seen) -> bool:
+    """Whether an H200 waited for it in vain."""
+    return one.fate == "hang"
+
+
+def is_untold(one: Seen) -> bool:
+    """Whether no tool ran on it, although it ends."""
+    return not one.tools and not hangs(one)
+
+
+def of_silicon(wanted: Callable[[Seen], bool]) -> Iterator[tuple[Subject, Built, Mutant]]:
+    """Yields `wanted` mutants of an H200's record whose program is still built, each with the case it ran on."""
     specs = load_specs(None)
     bases: dict[str, list[str]] = {}
     for one in read():
-        if one.id and one.fate == fate:
+        if one.id and wanted(one):
             bases.setdefault(one.base, []).append(one.id)
     for base, ids in bases.items():
         backend, text, case_id = base.split()
@@ -263,13 +292,17 @@ def main(given: list[str]) -> None:
     parser.add_argument("--draw", type=int, nargs=3, metavar=("SYNC", "OTHERS", "SEED"))
     parser.add_argument("--some", type=int, metavar="N")
     parser.add_argument("--hanging", action="store_true")
+    parser.add_argument("--untold", action="store_true")
     parser.add_argument("--more", type=int, metavar="N")
     parser.add_argument("--texts", action="store_true")
     options = parser.parse_args(given)
     record = Record(options.record)
     stuck = frozenset(one.id for one in record.results if one.check == "rule:deadlock")
     carried = Carried(options.folder, options.hanging, stuck, options.texts)
-    chosen = of_silicon("hang") if options.hanging else of_record(record)
+    if options.hanging or options.untold:
+        chosen = of_silicon(hangs if options.hanging else is_untold)
+    else:
+        chosen = of_record(record)
     if options.more is not None:
         chosen = more_of(list(chosen), options.more)
     every = {one[2].id: one for one in chosen}
@@ -284,6 +317,8 @@ def main(given: list[str]) -> None:
     left = [said for one, built in bases.values() if (said := carried.row(one, built, None))]
     left += [said for one in every.values() if (said := carried.row(*one))]
     carried.write()
+    if options.untold:
+        carried.write_alone(read())
     print("\n".join(left))
     print(
         f"{counted(len(carried.rows), 'row')}, of them {len(bases)} of programs as they are; {len(left)} are left out"

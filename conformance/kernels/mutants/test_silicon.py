@@ -16,7 +16,7 @@ import pytest
 from backends.ptx.assembler import find_ptxas
 from conformance.kernels.mutants import carried, on_device, silicon
 from conformance.kernels.mutants.campaign import Outcome, Record, Subject, program_of, subjects
-from conformance.kernels.mutants.carried import Carried, more_of, of_record, of_silicon
+from conformance.kernels.mutants.carried import Carried, hangs, is_untold, more_of, of_record, of_silicon
 from conformance.kernels.mutants.few_ctas import COUNTS, on_few_ctas
 from conformance.kernels.mutants.mutant import mutants, program_id
 from conformance.kernels.mutants.on_device import (
@@ -354,7 +354,14 @@ def test_mutants_that_hang_are_carried_with_waits_that_give_up(
     recorded = [Seen(first.id, "", base, "hang"), Seen(second.id, "", base, "right")]
     recorded += [Seen("x/drop/1.0", "", f"ptx 0123456789ab {CASE}", "hang"), Seen("", "", base, "right")]
     monkeypatch.setattr(carried, "read", lambda: recorded)
-    assert [mutant.id for _, _, mutant in of_silicon("hang")] == [first.id], "what does not hang, or is built no more"
+    assert [mutant.id for _, _, mutant in of_silicon(hangs)] == [first.id], "what does not hang, or is built no more"
+    assert [mutant.id for _, _, mutant in of_silicon(is_untold)] == [second.id], "no tool ran on it"
+    untold = Carried(tmp_path / "untold", texts=True)
+    assert [untold.row(subject, subject.built[0], one) for one in (None, second)] == ["", ""]
+    untold.write_alone(recorded)
+    alone = json.loads((untold.folder / "alone.json").read_text("utf-8"))
+    told_alone = [(one["number"], one["tool"], one["status"]) for one in alone]
+    assert told_alone == [(1, ALONE, "right")], "the record says what becomes of it, not of its program"
     plain, patient = Carried(tmp_path / "plain"), Carried(tmp_path / "patient", hanging=True)
     for one in (plain, patient):
         assert not one.row(subject, subject.built[0], None)
