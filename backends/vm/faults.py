@@ -81,7 +81,7 @@ class Fault(Exception):
 
     def __reduce__(self):
         # Exceptions are pickled without their slots.
-        return type(self), tuple(getattr(self, one.name) for one in fields(self))
+        return type(self), tuple(getattr(self, one.name) for one in fields(self)), self.__dict__
 
     @property
     def about(self) -> MachineRule:

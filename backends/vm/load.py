@@ -65,14 +65,13 @@ def _all_told(wrong: PtxSyntaxError) -> Sequence[str]:
     """What is wrong with a text, by PTX line: what is outside the grammar, names that are not declared, each once, and
     the refusals of all entries."""
     every = (wrong, *wrong.others)
-    misspelt = [(one.line or 0, str(one)) for one in every if one.outside_grammar]
-    found = [(one.line or 0, str(one)) for one in every if not one.outside_grammar]
+    names = {one.problem: (one.line or 0, str(one)) for one in reversed(every) if not one.outside_grammar}
+    found = {*names.values(), *((one.line or 0, str(one)) for one in every if one.outside_grammar)}
     rest = None if wrong.rest is None else LoadedModule(wrong.rest)
     for name, function in wrong.rest.functions.items() if wrong.rest is not None else ():
         try:
             if rest is not None and function.is_entry:
                 rest.entry(name)
         except UnknownInstructionError as refused:
-            found += [(line, f"{wrong.name}, {said}") for line, said in refused.by_line]
-    by_problem = {said.partition(": ")[2]: (line, said) for line, said in sorted(found, reverse=True)}
-    return first_told([said for _, said in sorted([*misspelt, *by_problem.values()])])
+            found.update((line, f"{wrong.name}, {said}") for line, said in refused.by_line)
+    return first_told([said for _, said in sorted(found)])

@@ -53,7 +53,7 @@ class DeviceLostError(DeviceError):
 
     def __reduce__(self):
         # Whoever reads the error of another process has lost no device of its own.
-        return Exception.__new__, (type(self), *self.args)
+        return Exception.__new__, (type(self), *self.args), self.__dict__
 
 
 @dataclass(frozen=True, slots=True)

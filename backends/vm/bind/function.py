@@ -257,16 +257,22 @@ def _check_labels(function: Function, item: Bound) -> None:
 def _undeclared(
     function: Function, symbol_spaces: Mapping[str, str], rows: RegisterRows
 ) -> Iterator[tuple[int, UnknownInstructionError]]:
-    """A refusal for each name of which the address is taken and which no variable has, and its first PTX line."""
+    """A refusal for each name of which the address is taken and which no variable has, and its first PTX line.
+
+    This machine follows calls and branches by name, so that code has no address.
+    """
     for name in dict.fromkeys(name for name, _, _ in rows.addresses):
         if name == "_" or symbol_spaces.get(name, "code") != "code":
             continue
         named = re.compile(rf"(?<![\w$%]){re.escape(name)}(?![\w$])")
         line = next((one.line for one in function.instructions if named.search(one.text)), 0)
-        yield (
-            line,
-            UnknownInstructionError(f"function {function.name} takes the address of `{name}`, which is not declared"),
+        why = (
+            "is not declared"
+            if name not in symbol_spaces
+            else "is code; this machine follows calls and branches by name"
         )
+        at = f"PTX line {line}: " if line else ""
+        yield line, UnknownInstructionError(f"{at}function {function.name} takes the address of `{name}`, which {why}")
 
 
 def _in_order(function: Function) -> Function:
@@ -409,7 +415,7 @@ def bind_function(
     function, unfollowed = with_calls_in_place(module, function)
     visible = {**module.variables, **{v.name: v for v in (*function.variables, *function.params)}}
     spaces = {name: variable.space for name, variable in visible.items()}
-    spaces.update(dict.fromkeys(function.labels, "code"))
+    spaces.update(dict.fromkeys((*function.labels, *module.functions), "code"))
     target = next((one for one in module.target if one.startswith("sm_")), "")
     layout = BoundFunction(
         build(function, spaces, target, module.version, ring=ring, relatives=relatives, unfollowed=unfollowed),

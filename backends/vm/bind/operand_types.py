@@ -124,15 +124,15 @@ def misplaced(instruction: Instruction, symbols: Mapping[str, str]) -> str | Non
 def _as_a_value(instruction: Instruction, symbols: Mapping[str, str]) -> str | None:
     """The reason why a variable's name without brackets is no operand here, or None."""
     parts = instruction.parts
-    whole = parts[0] in _READ_SYMBOLS and not _FLOATS.intersection(parts)
+    reads, floats = parts[0] in _READ_SYMBOLS, not _FLOATS.isdisjoint(parts)
     for operand in instruction.operands:
         for one in operand.items if isinstance(operand, Vector) else [operand]:
             there = symbols.get(one.name, "code") if isinstance(one, Symbol) else "code"
             if not isinstance(one, Symbol) or there == "code":
                 continue
-            if one is not operand or not whole:
+            # ptxas takes a sum, such as `g+4`, in the place of any integer.
+            if one is not operand or floats or not (reads or one.offset):
                 return f"`{one.name}` is a variable; its address is no operand here, so move it to a register first"
-            # ptxas takes a sum, such as `g+4`.
             if parts[0] == "mov" and there == "global" and not one.offset and parts[-1] in ("u32", "s32", "b32"):
                 return f"`{one.name}` is a variable in .global, where an address has 64 bits"
             if parts[0] == "isspacep" and there in ("const", "param") and parts[1] not in ("const", "param"):

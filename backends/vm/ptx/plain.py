@@ -51,8 +51,9 @@ _VARIABLE = rf"\.(?:shared|local|param)[ \t]+(?:{_ALIGN}[ \t]+)?{_TYPE}[ \t]+{_N
 # No possessive groups: after one, Python 3.11.2 lets a negative lookahead pass that fails.
 _GAP = r"[ \t\r\n]*+(?://[^\n]*+\n[ \t\r\n]*+)*"
 _LABEL = rf"{_NAME}:(?!:)"
-# A label before anything but an instruction is left to the grammar: it may name a list of branch targets.
-_STATEMENT = rf"(?:(?:{_LABEL}{_GAP})*{_INSTRUCTION}|{_REGISTERS}|{_VARIABLE}){_GAP}"
+# A label before anything but an instruction is left to the grammar: it may name a list of branch targets. So are many
+# labels in a row, since each of them would be tried with all that follow.
+_STATEMENT = rf"(?:(?:{_LABEL}{_GAP}){{0,8}}{_INSTRUCTION}|{_REGISTERS}|{_VARIABLE}){_GAP}"
 _RUN = f"(?>{_STATEMENT})+".replace("/", r"\/")
 
 TERMINAL: Final = "PLAIN"

@@ -15,7 +15,7 @@ _STRING: Final = re.compile(r'"[^"\n]*"')
 _BEFORE: Final = re.compile(r"(?:\s+|[{}]|[\w$%]+\s*:(?!:)|\.(?:loc|file|section)\b[^\n]*\n)*")
 """What may stand between two instructions: scopes, labels and lines for debuggers."""
 _INSTRUCTION: Final = re.compile(r"(?:@!?\s*[\w$%]+\s+)?[a-z]\w*(?:\.[\w:]+)*")
-_DIRECTIVE: Final = re.compile(r"^\s*\.|^[^\n]*[\w$%]\s*:(?!:)", re.MULTILINE)
+_DIRECTIVE: Final = re.compile(r"(?<![\w.])\.\s*[a-z]|^[^\n]*[\w$%]\s*:(?!:)", re.MULTILINE)
 
 
 def without_statement(text: str, line: int | None, column: int | None) -> str | None:

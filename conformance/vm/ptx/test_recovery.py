@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from random import Random
+from time import process_time
 
 import pytest
 
@@ -66,17 +67,22 @@ def test_each_broken_instruction_is_told_once_and_no_other_line(source: Path, ho
         ("mov.u32 %r1, ];\nmov.u32 %r1, nobody;\nmov.u32 %r1, nobody;\nfrob.u32 %r1;",
          [(0, "']'"), (1, "nobody is not declared"), (3, "the opcode `frob`")]),
         ("mov.u32 %r1, 99999999999999999999999;\nmov.u32 %r1, ];", [(0, "does not fit 64 bits"), (1, "']' stands")]),
+        ("mov.u32 %r1, ];\nfrob.u32 %r1;\nfrob.u32 %r1;",
+         [(0, "']'"), (1, "the opcode `frob`"), (2, "the opcode `frob`")]),
         # Errors outside of instructions may lead to any other.
         (".reg .b32 %z<2\nmov.u32 %z1, 5;\nmov.u32 %z1, ];", [(1, "'mov.u32' stands where '>' should")]),
         ("mov.u32 %r1, ];\n.reg .b32 %z<2;;\nmov.u32 %z1, ];", [(0, "']' stands"), (1, "';' stands")]),
         ("mov.u32 %r1, ]; }\nadd.u32 %r1, ];", [(0, "']' stands"), (1, "'add.u32' stands")]),
         ("mov.u32 %r1, 5\n.reg .b32 %z;\nmov.u32 %z, 1;", [(1, "'.reg' stands")]),
         ("mov.u32 %r1, 5\nL: bra L;\nbra L;", [(1, "'L:' stands")]),
+        ("mov.u32 %r1, ] .reg .b32 %z;\nmov.u32 %z, 1;", [(0, "']' stands")]),
         # Calls that cannot be followed, guarded or not, and in what is called
         ("call (x), other, (y);\nfrob.u32 %r1;\n@%p call (x), other, (y);",
          [(0, "other, which has no body"), (1, "the opcode `frob`"), (2, "other, which has no body")]),
         ("call (x), itself, (y);\ncall (x), itself, (y);\nfrob.u32 %r1;",
          [(-6, "itself, which calls itself"), (2, "the opcode `frob`")]),
+        ("mov.u64 %l1, itself;\ncall (x), %l1, (y), itself;",
+         [(0, "`itself`, which is code"), (1, "an indirect call")]),
         ("call (x), other, (y);\nmov.u32 %r1, ];", [(0, "other, which has no body"), (1, "']' stands")]),
         ("call (x), other, (y);\nld.param.u32 %r1, [x];\nld.global.u32 %r1, [x];",
          [(0, "other, which has no body"), (2, "in .global; name its")]),
@@ -97,3 +103,15 @@ def test_a_text_of_errors_ends() -> None:
     with pytest.raises(PtxSyntaxError) as caught:
         load(text)
     assert len(str(caught.value).splitlines()) == MOST_TOLD
+
+
+def test_many_labels_in_a_row_are_not_tried_with_all_that_follow() -> None:
+    def taken(count: int) -> float:
+        text = f"{HEAD}{''.join(f'L{number}:' for number in range(count))} }}"
+        start = process_time()
+        parse(text)
+        return process_time() - start
+
+    taken(10)
+    few, many = taken(500), taken(4000)
+    assert many < 24 * few, f"500 labels take {few:.3f} s, 4000 take {many:.3f} s"
