@@ -15,6 +15,8 @@ _STRING: Final = re.compile(r'"[^"\n]*"')
 _BEFORE: Final = re.compile(r"(?:\s+|[{}]|[\w$%]+\s*:(?!:)|\.(?:loc|file|section)\b[^\n]*\n)*")
 """What may stand between two instructions: scopes, labels and lines for debuggers."""
 _INSTRUCTION: Final = re.compile(r"(?:@!?\s*[\w$%]+\s+)?[a-z]\w*(?:\.[\w:]+)*")
+_PAIRS: Final = ("{}", "()")
+"""Calls often have their parentheses on lines of their own."""
 _DIRECTIVE: Final = re.compile(r"(?<![\w.])\.\s*[a-z]|^[^\n]*[\w$%]\s*:(?!:)", re.MULTILINE)
 
 
@@ -40,6 +42,6 @@ def without_statement(text: str, line: int | None, column: int | None) -> str | 
     if code.count("{", 0, begin) <= code.count("}", 0, begin):
         return None
     # What is behind a missing semicolon, and is no instruction, would be lost with it.
-    if _DIRECTIVE.search(statement) or statement.count("{") != statement.count("}"):
+    if _DIRECTIVE.search(statement) or any(statement.count(one) != statement.count(end) for one, end in _PAIRS):
         return None
     return text[:begin] + re.sub(r"[^\n]", " ", text[begin : end + 1]) + text[end + 1 :]

@@ -75,6 +75,7 @@ def test_each_broken_instruction_is_told_once_and_no_other_line(source: Path, ho
         ("mov.u32 %r1, ]; }\nadd.u32 %r1, ];", [(0, "']' stands"), (1, "'add.u32' stands")]),
         ("mov.u32 %r1, 5\n.reg .b32 %z;\nmov.u32 %z, 1;", [(1, "'.reg' stands")]),
         ("mov.u32 %r1, 5\nL: bra L;\nbra L;", [(1, "'L:' stands")]),
+        ("call (x), itself, (\nmov.u32 %r1, 1;\ny);\nmov.u32 %r1, ];", [(1, "'%r1' stands")]),
         ("mov.u32 %r1, ] .reg .b32 %z;\nmov.u32 %z, 1;", [(0, "']' stands")]),
         # Calls that cannot be followed, guarded or not, and in what is called
         ("call (x), other, (y);\nfrob.u32 %r1;\n@%p call (x), other, (y);",
