@@ -461,6 +461,18 @@ def test_a_file_that_cannot_be_read_is_named_once(
     assert (status, said.count("none.ptx")) == (2, 1), f"a file that is not there is not named once: {said}"
 
 
+@pytest.mark.parametrize("launch", [(), ("--entry", "fill")])
+@pytest.mark.parametrize(("content", "first"), [("hello world\n", "hello"), (GOOD.partition("\n")[2], ".target")])
+def test_a_file_is_ptx_by_its_name(
+    content: str, first: str, launch: tuple[str, ...], kernel: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel.write_text(content)
+    said = _check(capsys, kernel, *launch)[1]
+    line = content[: content.index(first)].count("\n") + 1
+    wanted = f"{kernel}, line {line}, column 1: '{first}' stands where '.version' should\n"
+    assert said.endswith(wanted), f"the file is not read as PTX: {said}"
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
