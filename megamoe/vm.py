@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megamoe.contract.backend import UnsupportedError, open_machine
 from megamoe.contract.counted import counted
-from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError
+from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, MisreadPtxError
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
 from megamoe.cuda_source import compiled, overloads_of, template_named, templates_wanting
@@ -236,9 +236,8 @@ def sentences(machine: KernelMachine, origin: str = "") -> Iterator[None]:
         if isinstance(stop, machine.faults):
             raise KernelFault(str(stop), getattr(stop, "rule", "")) from stop
         if isinstance(stop, machine.refusals):
-            raise LaunchRefusedError(
-                _in_file(with_source_names(str(stop)), origin), getattr(stop, "cuda_error", 0)
-            ) from stop
+            refused = MisreadPtxError if isinstance(stop, machine.misreads) else LaunchRefusedError
+            raise refused(_in_file(with_source_names(str(stop)), origin), getattr(stop, "cuda_error", 0)) from stop
         if isinstance(stop, machine.unknowns):
             told = str(stop).splitlines()
             raise UnsupportedError("\n".join(f"{origin}, {one}" for one in told) if origin else str(stop)) from stop
