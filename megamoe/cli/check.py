@@ -30,7 +30,7 @@ from megamoe.contract.scratch import scratch_folder
 from megamoe.export.findings import CheckedRun, Complaint, Format, read_findings, rendered
 from megamoe.findings import KernelFinding, Ledger, SourceLine
 from megamoe.given.entry_names import source_name, with_source_names
-from megamoe.records.files import write_file
+from megamoe.records.files import check_place, write_file
 from megamoe.records.lines import RecordError
 from megamoe.runner.limits import TimeIsUpError, memory_at_most, share_of_memory, time_at_most
 from megamoe.spec.selection import expand_schedules
@@ -39,6 +39,7 @@ SCHEDULES = ("eager", "lazy", "late_cta:0", "late_warp:0", "random:0")
 """The schedules for a launch: work completes at once, as late as the waits allow, and in between; and a CTA of each
 cluster, or a warp of each CTA, comes late."""
 _KERNELS = (".ptx", ".cu")
+_WRITTEN = "findings to"
 _DTYPES = {
     "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64",
     "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64",
@@ -100,6 +101,11 @@ def check(
         _unusable(f"--{launch.idle} does nothing without --entry NAME, which launches a kernel of one file")
     if sought.format not in get_args(Format):
         _unusable(f"--format {sought.format}: the formats are {', '.join(get_args(Format))}")
+    if sought.output is not None:
+        try:
+            check_place(sought.output, _WRITTEN)
+        except RecordError as problem:
+            _unusable(str(problem))
     schedules = expand_schedules(schedule or [])
     checked = CheckedRun(_ledger(target, sought))
     for kernel in kernels:
@@ -146,9 +152,11 @@ def _write(checked: CheckedRun, sought: Sought) -> None:
         console().print(text, markup=False, end="")
         return
     try:
-        write_file(sought.output, text, "findings to")
+        write_file(sought.output, text, _WRITTEN)
     except RecordError as problem:
         _unusable(str(problem))
+    found = f"{counted(len(checked.ledger.findings), 'finding')}, {counted(len(checked.failures), 'failure')}"
+    console().print(f"{sought.output}: {found}", markup=False)
 
 
 def _kept(kernel: str, target: str, entry: str | None, file: Path) -> None:

@@ -172,6 +172,31 @@ def test_an_error_in_the_text_has_its_place_in_every_format(
     ], "JUnit XML lacks an error or its place"
 
 
+def test_a_report_in_a_file_is_said_with_its_place(
+    kernel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Like the files of other commands: its folder is made, and its name is told with what it holds."""
+    kernel.write_text(RACE)
+    launch = ("--entry", "race", "--block", 64, "--arg", "u32[1]", "--schedule", "eager")
+    out = tmp_path / "new" / "found.sarif"
+    status, said = _check(capsys, kernel, *launch, "--format", "sarif", "--output", out)
+    results = json.loads(out.read_text())["runs"][0]["results"]
+    assert (status, len(results), said) == (1, 1, f"{out}: 1 finding, 0 failures\n"), said
+    kernel.write_text(_with_wrong(*WRONG[:2])[0])
+    assert _check(capsys, kernel, "--output", out) == (1, f"{out}: 0 findings, 2 failures\n")
+    status, said = _check(capsys, kernel, "--output", tmp_path)
+    assert (status, "cannot write findings to" in said, "PTX line" in said) == (2, True, False), said
+
+
+def test_errors_come_before_what_was_clean(kernel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (good := tmp_path / "good.ptx").write_text(GOOD)
+    kernel.write_text(_with_wrong(*WRONG[:2])[0])
+    lines = _check(capsys, good, kernel)[1].splitlines()
+    kinds = ["PTX line" in one for one in lines]
+    assert kinds == [True, True, False, False, False], f"errors are not first: {lines}"
+    assert sum("it was only read" in one for one in lines) == 2, lines
+
+
 def test_an_error_in_a_text_ends_no_other_file(
     kernel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
