@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megamoe.contract.backend import UnsupportedError, open_machine
 from megamoe.contract.counted import counted
-from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError
+from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, MisreadPtxError
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
 from megamoe.cuda_source import compiled, overloads_of, template_named, templates_wanting
@@ -236,9 +236,8 @@ def sentences(machine: KernelMachine, origin: str = "") -> Iterator[None]:
         if isinstance(stop, machine.faults):
             raise KernelFault(str(stop), getattr(stop, "rule", "")) from stop
         if isinstance(stop, machine.refusals):
-            raise LaunchRefusedError(
-                _in_file(with_source_names(str(stop)), origin), getattr(stop, "cuda_error", 0)
-            ) from stop
+            refused = MisreadPtxError if isinstance(stop, machine.misreads) else LaunchRefusedError
+            raise refused(_in_file(with_source_names(str(stop)), origin), getattr(stop, "cuda_error", 0)) from stop
         if isinstance(stop, machine.unknowns):
             told = str(stop).splitlines()
             raise UnsupportedError("\n".join(f"{origin}, {one}" for one in told) if origin else str(stop)) from stop
@@ -321,7 +320,7 @@ def with_entry(machine: KernelMachine, source: str | Path, entry: str) -> tuple[
         text, file = _read(source)
         before = machine.entries(ptx)
         # Of several, the refusal says how to choose one.
-        if _is_ptx(text) or not isinstance(entry, str) or entries_named(entry, before):
+        if _is_ptx(text, file) or not isinstance(entry, str) or entries_named(entry, before):
             raise
         name = template_named(entry)
         wanting = templates_wanting(text, name)
@@ -351,20 +350,24 @@ def _instantiated(entry: str, before: Collection[str], entries: Mapping[str, obj
 
 def no_kernel(source: str | Path) -> str:
     """Says that `source`, whose PTX has no entry, holds no kernel, and what to add if it has templates of kernels."""
-    text, _ = _read(source)
-    wanting = "" if _is_ptx(text) else templates_wanting(text)
+    text, file = _read(source)
+    wanting = "" if _is_ptx(text, file) else templates_wanting(text)
     return f"{source} holds no kernel: there is no .entry in it{wanting and f'; {wanting}'}"
 
 
 def as_ptx(source: str | Path, target: str) -> str:
     """Returns PTX for PTX or CUDA C++ given as text or file. UnsupportedError if no compiler is found."""
     text, file = _read(source)
-    return text if _is_ptx(text) else compiled(text, target, file)
+    return text if _is_ptx(text, file) else compiled(text, target, file)
 
 
-def _is_ptx(text: str) -> bool:
-    """Whether it begins with .version, after comments (PTX ISA 5.1)."""
-    return any(line.lstrip().startswith(".version") for line in text.splitlines())
+def _is_ptx(text: str, file: str) -> bool:
+    """Whether it is PTX rather than CUDA C++: by the name of its file, "" for none, or by a directive of a module."""
+    return file.endswith(".ptx") or _DIRECTIVE.search(text) is not None
+
+
+_DIRECTIVE = re.compile(r"^\s*\.(version\b|target\s+sm_|((visible|weak|extern)\s+)?entry\s)", re.MULTILINE)
+"""Begins a line of PTX and none of C++. A text that lacks .version, which PTX ISA 5.1 wants first, may have others."""
 
 
 def _read(source: str | Path) -> tuple[str, str]:

@@ -25,12 +25,12 @@ from megamoe.cli.terminal import complain, console
 from megamoe.contract import TARGETS, UnsupportedError
 from megamoe.contract.counted import counted
 from megamoe.contract.known_names import nearest
-from megamoe.contract.machine import KernelFault, LaunchRefusedError
+from megamoe.contract.machine import KernelFault, LaunchRefusedError, MisreadPtxError
 from megamoe.contract.scratch import scratch_folder
 from megamoe.export.findings import CheckedRun, Complaint, Format, read_findings, rendered
 from megamoe.findings import KernelFinding, Ledger, SourceLine
 from megamoe.given.entry_names import source_name, with_source_names
-from megamoe.records.files import write_file
+from megamoe.records.files import check_place, write_file
 from megamoe.records.lines import RecordError
 from megamoe.runner.limits import TimeIsUpError, memory_at_most, share_of_memory, time_at_most
 from megamoe.spec.selection import expand_schedules
@@ -39,6 +39,7 @@ SCHEDULES = ("eager", "lazy", "late_cta:0", "late_warp:0", "random:0")
 """The schedules for a launch: work completes at once, as late as the waits allow, and in between; and a CTA of each
 cluster, or a warp of each CTA, comes late."""
 _KERNELS = (".ptx", ".cu")
+_WRITTEN = "findings to"
 _DTYPES = {
     "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64",
     "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64",
@@ -49,7 +50,7 @@ _ELSEWHERE = ((r"bfloat16|bf", "bf16"), (r"(?:f?p?8?|float8_?)(e4m3|e5m2).*", r"
               (r"half", "f16"), (r"float", "f32"), (r"double", "f64"), (r"(?:i|int)(\d+)", r"s\1"),
               (r"(?:uint|b)(\d+)", r"u\1"), (r"int", "s32"), (r"long", "s64"), (r"bool|char|byte", "u8"))  # fmt: skip
 """What other languages and libraries call the kinds."""
-_PTX_LINE = re.compile(r"PTX line (\d+)")
+_PTX_LINE = re.compile(r"\b(?:PTX line (\d+)|line (\d+), column (\d+))")
 _ARRAY = re.compile(r"(\w+)\[(\d+)\]")
 
 MAX_ELEMENTS = 1 << 28
@@ -79,7 +80,7 @@ def check(
     sources: Sources, sought: Sought, launch: AskedLaunch, target: Target = "sm_100a", schedule: Schedule = None,
     entry: Entry = None, keep_ptx: KeptPtx = None,
 ) -> None:  # fmt: skip
-    """Looks for rules that kernels break. Exit status: 0 none, 1 findings that count, 2 unusable input.
+    """Looks for rules that kernels break. Exit status: 0 none, 1 findings or refusals, 2 unusable input.
 
     By default a kernel's file is only read and bound: every instruction of every entry must have a meaning. With
     --entry the kernel is launched under several schedules, which must agree. pytest runs a test suite, with the machine
@@ -100,6 +101,11 @@ def check(
         _unusable(f"--{launch.idle} does nothing without --entry NAME, which launches a kernel of one file")
     if sought.format not in get_args(Format):
         _unusable(f"--format {sought.format}: the formats are {', '.join(get_args(Format))}")
+    if sought.output is not None:
+        try:
+            check_place(sought.output, _WRITTEN)
+        except RecordError as problem:
+            _unusable(str(problem))
     schedules = expand_schedules(schedule or [])
     checked = CheckedRun(_ledger(target, sought))
     for kernel in kernels:
@@ -115,6 +121,8 @@ def check(
             most = share_of_memory(1) / 2**30
             said = f"{kernel}: it takes more memory than this machine has, {most:.3g} GiB"
             checked.failures.append(Complaint(f"too much memory for {kernel}", said))
+        except MisreadPtxError as wrong:
+            checked.failures += _misread(kernel, target, wrong)
         except LaunchRefusedError as refused:
             _unusable(_about(kernel, refused))
         except TimeIsUpError as late:
@@ -144,9 +152,11 @@ def _write(checked: CheckedRun, sought: Sought) -> None:
         console().print(text, markup=False, end="")
         return
     try:
-        write_file(sought.output, text, "findings to")
+        write_file(sought.output, text, _WRITTEN)
     except RecordError as problem:
         _unusable(str(problem))
+    found = f"{counted(len(checked.ledger.findings), 'finding')}, {counted(len(checked.failures), 'failure')}"
+    console().print(f"{sought.output}: {found}", markup=False)
 
 
 def _kept(kernel: str, target: str, entry: str | None, file: Path) -> None:
@@ -223,11 +233,22 @@ def _bound(machine: KernelMachine, kernel: str, ptx: str, name: str, checked: Ch
 
 def _place(machine: KernelMachine, kernel: str, ptx: str, said: str) -> SourceLine | None:
     """The place of the PTX line that a sentence names: in the source if it is known, else in the file of PTX."""
-    line = _PTX_LINE.search(said)
-    if line is None:
+    found = _PTX_LINE.search(said)
+    if found is None:
         return None
-    source = SourceLine.of(machine.source_of(ptx, int(line[1])))
-    return source[0] if source else SourceLine(kernel, int(line[1])) if kernel.endswith(".ptx") else None
+    line, column = int(found[1] or found[2]), int(found[3] or 0)
+    source = SourceLine.of(machine.source_of(ptx, line))
+    return source[0] if source else SourceLine(kernel, line, column) if kernel.endswith(".ptx") else None
+
+
+def _misread(kernel: str, target: str, wrong: MisreadPtxError) -> Iterator[Complaint]:
+    """What is wrong with a text that is not PTX, each with its place."""
+    from megamoe.vm import Device, as_ptx
+
+    machine, ptx = Device(target).machine, as_ptx(Path(kernel), target)
+    for said in str(wrong).splitlines():
+        place = _place(machine, kernel, ptx, said.removeprefix(f"{kernel}, "))
+        yield Complaint("refused instruction" if "PTX line" in said else "unreadable PTX", said, place)
 
 
 def _launched(
@@ -243,6 +264,8 @@ def _launched(
             if not _bound(machine, kernel, ptx, name, checked):
                 return
             checked.said += [f"{kernel}: {one}" for one in _nobody_late(launch, schedules, ptx)]
+    except MisreadPtxError:
+        raise
     except ValueError as refused:
         _unusable(_about(kernel, refused))
     first: list[object] | None = None

@@ -132,6 +132,10 @@ class LaunchRefusedError(ValueError):
         self.cuda_error = cuda_error
 
 
+class MisreadPtxError(LaunchRefusedError):
+    """A text that is not PTX. Each line of it is a sentence with the file and the place."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """`size` bytes of this process's memory at `address`, in one allocation, that kernels may access.
@@ -206,7 +210,9 @@ class KernelMachine(Protocol):
     `findings` belong to the last launch or call.
 
     The machine raises `refusals` for PTX, launches and maps that no GPU would accept, and `unknowns` for what it does
-    not implement. `printed` receives what kernels print. `rules` maps slugs to all rules that the machine knows.
+    not implement. Those of the refusals that are `misreads` are about the text of the PTX; each of their lines is a
+    sentence with its place. `printed` receives what kernels print. `rules` maps slugs to all rules that the machine
+    knows.
     """
 
     target: str
@@ -214,6 +220,7 @@ class KernelMachine(Protocol):
     findings: Sequence[FaultLike]
     faults: tuple[type[Exception], ...]
     refusals: tuple[type[Exception], ...]
+    misreads: tuple[type[Exception], ...]
     unknowns: tuple[type[Exception], ...]
     printed: Callable[[str], object]
 

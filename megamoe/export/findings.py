@@ -81,12 +81,13 @@ def form_of(path: Path) -> Format:
 
 def _text(checked: CheckedRun) -> str:
     ledger = checked.ledger
-    said = [*checked.said, *(one.sentence for one in checked.failures)]
+    said = [one.sentence for one in checked.failures]
     for one in ledger.findings:
         said.append(ledger.text_of(one))
         if (suppressed := ledger.suppression_of(one)) is not None:
             said.append(f"  suppressed: {suppressed.reason} ({suppressed.where})")
-    said += ledger.remarks
+    # What was clean would bury what is wrong.
+    said += [*checked.said, *ledger.remarks]
     if ledger.findings:
         said.append(ledger.tally)
     return "\n".join(said) + "\n" if said else ""

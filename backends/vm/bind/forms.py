@@ -15,12 +15,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from backends.vm.bind.spelling import meant, told_of
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.machine.code import Step
 
@@ -278,21 +278,14 @@ def find(instruction: Instruction) -> tuple[Form, Mapping[str, str]]:
             f"PTX line {instruction.line}: `{instruction.text}`: this machine has no `{instruction.parts[0]}`: {absent}"
         )
     if not family:
-        like = get_close_matches(instruction.parts[0], _TABLE, 1)
         raise UnknownInstructionError(
             f"PTX line {instruction.line}: `{instruction.text}`: this machine does not know the opcode "
-            f"`{instruction.parts[0]}`{f'; did you mean `{like[0]}`?' if like else ''}"
+            f"`{instruction.parts[0]}`{meant(instruction.parts[0], _TABLE)}"
         )
-    common = sorted(family, key=lambda form: -_shared(form, instruction.parts))[:4]
-    listed = "; ".join(f"`{form.spelling}` (PTX ISA {form.section})" for form in common)
+    told = told_of(instruction.parts, family, lambda parts: _lookup(parts) is not None)
     raise UnknownInstructionError(
-        f"PTX line {instruction.line}: `{instruction.text}`: no form of `{instruction.opcode}` is known; "
-        f"the nearest are {listed}"
+        f"PTX line {instruction.line}: `{instruction.text}`: no form of `{instruction.opcode}` is known; {told}"
     )
-
-
-def _shared(form: Form, parts: tuple[str, ...]) -> int:
-    return sum(any(part in slot.choices for slot in form.slots) for part in parts)
 
 
 def all_forms() -> list[Form]:

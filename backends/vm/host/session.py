@@ -72,6 +72,7 @@ class Session:
 
     faults: tuple[type[Exception], ...] = (Fault,)
     refusals: tuple[type[Exception], ...] = (LaunchError, PtxSyntaxError, TensorMapError, HostError)
+    misreads: tuple[type[Exception], ...] = (PtxSyntaxError,)
     unknowns: tuple[type[Exception], ...] = (UnknownInstructionError,)
     rules: Mapping[str, MachineRule] = RULES
 

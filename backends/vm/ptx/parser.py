@@ -16,6 +16,7 @@ from backends.vm.ptx.functions import FunctionBuilder, Scopes, check_unreserved,
 from backends.vm.ptx.recovery import without_statement
 from backends.vm.ptx.tree import MisreadError, PtxSyntaxError, RawFunction, RawModule, RawVariable
 from backends.vm.ptx.tree_builder import TreeBuilder
+from backends.vm.ptx.unclosed import unclosed
 from backends.vm.ptx.variables import declare
 
 __all__ = ["PtxSyntaxError", "parse"]
@@ -238,6 +239,12 @@ def _unexpected(error: UnexpectedInput, text: str, name: str) -> PtxSyntaxError:
         seen, expected = "the text ends", ()
     if text.startswith("/*", error.pos_in_stream or 0):
         return PtxSyntaxError("a comment begins here and has no end", name, line, column)
+    place = len(text) if seen == "the text ends" else error.pos_in_stream or 0
+    bracket, owner = unclosed(text, place, expected)
+    if bracket:
+        return PtxSyntaxError(
+            f"{seen} where {bracket!r} should; the {bracket!r} of {owner} is missing", name, line, column
+        )
     open_line = _unended(text, line or 0, column or 0) if "END" in expected else 0
     ends = f"; line {open_line} ends without a ';'" if open_line else ""
     return PtxSyntaxError(f"{seen} where {_one_of(expected)} should{ends}", name, line, column)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from backends.vm.ptx.comments import blanked
+from backends.vm.ptx.comments import code_alone
 
-_STRING: Final = re.compile(r'"[^"\n]*"')
 _BEFORE: Final = re.compile(r"(?:\s+|[{}]|[\w$%]+\s*:(?!:)|\.(?:loc|file|section)\b[^\n]*\n)*")
 """What may stand between two instructions: scopes, labels and lines for debuggers."""
 _INSTRUCTION: Final = re.compile(r"(?:@!?\s*[\w$%]+\s+)?[a-z]\w*(?:\.[\w:]+)*")
@@ -28,7 +27,7 @@ def without_statement(text: str, line: int | None, column: int | None) -> str | 
     if line > len(lines):
         return None
     place = sum(len(one) + 1 for one in lines[: line - 1]) + column - 1
-    code = _STRING.sub(lambda found: " " * len(found[0]), blanked(text))
+    code = code_alone(text)
     end = code.find(";", place)
     if end < 0:
         return None

@@ -117,7 +117,7 @@ def test_all_refused_instructions_are_told(
     text, (first, second, third) = _with_wrong(*WRONG)
     kernel.write_text(text)
     status, said = _check(capsys, kernel, *launch)
-    assert status == 2, said
+    assert status == 1, said
     places = (f"PTX line {first}: `", f"PTX line {second}: `", f"line {third}, column 16: %r77 is not declared")
     assert [said.find(f"{kernel}, {one}") >= 0 for one in places] == [True] * 3, said
 
@@ -140,6 +140,70 @@ def test_a_refused_instruction_has_its_place_in_every_format(kernel: Path, capsy
     (place,) = run["invocations"][0]["toolExecutionNotifications"][0]["locations"]
     assert place["physicalLocation"]["artifactLocation"]["uri"] == "file:///src/fill.cu"
     assert place["physicalLocation"]["region"] == {"startLine": 7, "startColumn": 3}
+
+
+@pytest.mark.parametrize("launch", [(), ("--entry", "fill", "--arg", "u32[4]", "--arg", "4")])
+def test_an_error_in_the_text_has_its_place_in_every_format(
+    launch: tuple[str, ...], kernel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that is not declared, a refused instruction and a syntax error."""
+    text, (undeclared, refused, misspelt) = _with_wrong(
+        ("setp.ge.u32", "add.u32 %r1, %r77, 1;"), WRONG[1], ("mul.wide", "add.u32 %r1 1;")
+    )
+    kernel.write_text(text)
+    written = {one: tmp_path / f"found.{one}" for one in ("sarif", "json", "junit", "text")}
+    for form, file in written.items():
+        assert _check(capsys, kernel, *launch, "--format", form, "--output", file)[0] == 1, f"the status of {form}"
+    (run,) = json.loads(written["sarif"].read_text())["runs"]
+    notices = run["invocations"][0]["toolExecutionNotifications"]
+    assert [one["locations"][0]["physicalLocation"]["region"] for one in notices] == [
+        {"startLine": undeclared, "startColumn": 16},
+        {"startLine": refused},
+        {"startLine": misspelt, "startColumn": 15},
+    ], "SARIF lacks an error or its place"
+    sentences = [one["message"]["text"] for one in notices]
+    assert json.loads(written["json"].read_text())["failures"] == sentences, "JSON says something else"
+    assert all(f"{one}\n" in written["text"].read_text() for one in sentences), "the text says something else"
+    names = re.findall(r'name="(\d\. [^"]*)"', written["junit"].read_text())
+    assert names == [
+        f"1. unreadable PTX at {kernel}:{undeclared}:16",
+        f"2. refused instruction at {kernel}:{refused}",
+        f"3. unreadable PTX at {kernel}:{misspelt}:15",
+    ], "JUnit XML lacks an error or its place"
+
+
+def test_a_report_in_a_file_is_said_with_its_place(
+    kernel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Like the files of other commands: its folder is made, and its name is told with what it holds."""
+    kernel.write_text(RACE)
+    launch = ("--entry", "race", "--block", 64, "--arg", "u32[1]", "--schedule", "eager")
+    out = tmp_path / "new" / "found.sarif"
+    status, said = _check(capsys, kernel, *launch, "--format", "sarif", "--output", out)
+    results = json.loads(out.read_text())["runs"][0]["results"]
+    assert (status, len(results), said) == (1, 1, f"{out}: 1 finding, 0 failures\n"), said
+    kernel.write_text(_with_wrong(*WRONG[:2])[0])
+    assert _check(capsys, kernel, "--output", out) == (1, f"{out}: 0 findings, 2 failures\n")
+    status, said = _check(capsys, kernel, "--output", tmp_path)
+    assert (status, "cannot write findings to" in said, "PTX line" in said) == (2, True, False), said
+
+
+def test_errors_come_before_what_was_clean(kernel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (good := tmp_path / "good.ptx").write_text(GOOD)
+    kernel.write_text(_with_wrong(*WRONG[:2])[0])
+    lines = _check(capsys, good, kernel)[1].splitlines()
+    kinds = ["PTX line" in one for one in lines]
+    assert kinds == [True, True, False, False, False], f"errors are not first: {lines}"
+    assert sum("it was only read" in one for one in lines) == 2, lines
+
+
+def test_an_error_in_a_text_ends_no_other_file(
+    kernel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (broken := tmp_path / "broken.ptx").write_text("junk\n")
+    status, said = _check(capsys, broken, kernel)
+    told = f"{broken}, line 1, column 1: ", f"{kernel}: fill: 2 parameters; every instruction has a meaning"
+    assert (status, *(one in said for one in told)) == (1, True, True), said
 
 
 def test_a_launch_holds_the_schedules_against_each_other(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -453,12 +517,24 @@ def test_a_file_that_cannot_be_read_is_named_once(
     broken.write_text(GOOD.replace("mov.u32 %r2, %tid.x;", "mov.u32 %r2 %tid.x;"), "utf-8")
     status, said = _check(capsys, str(broken), *launch)
     line = GOOD[: GOOD.index("mov.u32 %r2")].count("\n") + 1
-    assert status == 2
+    assert status == 1
     told = " ".join(said.split())
     assert f"broken.ptx, line {line}, column" in told, f"the place is not said: {told}"
     assert (told.count("broken.ptx"), "<ptx>" in told) == (1, False), f"the file is not named once: {told}"
     status, said = _check(capsys, str(tmp_path / "none.ptx"), *launch)
     assert (status, said.count("none.ptx")) == (2, 1), f"a file that is not there is not named once: {said}"
+
+
+@pytest.mark.parametrize("launch", [(), ("--entry", "fill")])
+@pytest.mark.parametrize(("content", "first"), [("hello world\n", "hello"), (GOOD.partition("\n")[2], ".target")])
+def test_a_file_is_ptx_by_its_name(
+    content: str, first: str, launch: tuple[str, ...], kernel: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel.write_text(content)
+    said = _check(capsys, kernel, *launch)[1]
+    line = content[: content.index(first)].count("\n") + 1
+    wanted = f"{kernel}, line {line}, column 1: '{first}' stands where '.version' should\n"
+    assert said.endswith(wanted), f"the file is not read as PTX: {said}"
 
 
 @pytest.mark.parametrize(

@@ -419,6 +419,11 @@ def test_a_file_that_cannot_be_launched_is_named(tmp_path: Path) -> None:
         Device("sm_100a").launch(str(file), "scale", 1, 1, *_args())
 
 
+def test_a_text_of_ptx_that_lacks_its_version_is_no_cuda(vm: Device) -> None:
+    with pytest.raises(LaunchRefusedError, match=r"^<ptx>, line 2, column 1: '\.target' stands where '\.version'"):
+        vm.launch(SCALE.replace(".version 8.7", ""), "scale", 1, 32)
+
+
 def test_ptx_for_an_older_gpu_runs(vm: Device) -> None:
     for target in ("sm_80", "sm_90", "sm_100", "sm_100f"):
         vm.launch(SCALE.replace("sm_100a", target), "scale", 1, 32, *_args())

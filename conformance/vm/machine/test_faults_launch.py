@@ -144,7 +144,7 @@ UNKNOWN = {
     "an opcode": ("frobnicate.b32 %r1, %r2;", "does not know the opcode `frobnicate`"),
     "a modifier": (
         "add.rx.f32 %f1, %f2, %f3;",
-        r"no form of `add\.rx\.f32` is known; the nearest are `add.*PTX ISA 9\.",
+        r"no form of `add\.rx\.f32` is known; `\.rx` is no modifier of `add`; the nearest are `add.*PTX ISA 9\.",
     ),
     "a shape": ("tcgen05.ld.sync.aligned.32x64b.x2.b32 {%r1, %r2}, [%r3];", r"nearest are `tcgen05\.ld"),
     "a repetition": ("tcgen05.ld.sync.aligned.16x256b.x64.b32 {%r1}, [%r3];", "x64.*up to x32"),

@@ -18,6 +18,60 @@ HEADER = ".version 8.6\n.target sm_90a\n"
 SOURCES = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.ptx"))]
 
 
+BODY = HEADER + ".visible .entry k(.param .u64 y)\n{\n .reg .b32 %r<4>;\n .reg .b64 %rd<4>;\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "sentence"),
+    [
+        (
+            BODY + " st.global.u32 [%rd3, %r1;\n ret;\n}",
+            (7, 23),
+            "'%r1' stands where ']' should; the ']' of the '[' in column 16 is missing",
+        ),
+        (
+            BODY + " ld.global.u32 %r1, [%rd3 // ]\n ret;\n}",
+            (8, 2),
+            "'ret' stands where ']' should; the ']' of the '[' in line 7, column 21 is missing",
+        ),
+        (
+            BODY + " mov.b64 %rd1, {%r1, %r2;\n}",
+            (7, 25),
+            "';' stands where '}' should; the '}' of the '{' in column 16 is missing",
+        ),
+        (
+            BODY + " mov.u32 %r1, (1+2;\n}",
+            (7, 19),
+            "';' stands where ')' should; the ')' of the '(' in column 15 is missing",
+        ),
+        (BODY + " ret;\n", (8, 1), "the text ends where '}' should; the '}' of entry k (line 3) is missing"),
+        (
+            BODY + " { ret;\n}\n.func (.param .b32 q) m()\n{\n ret;\n}",
+            (9, 1),
+            "'.func' stands where '}' should; the '}' of entry k (line 3) is missing",
+        ),
+        (
+            HEADER + ".func (.param .b32 q) m()\n{\n ret;\n",
+            (6, 1),
+            "the text ends where '}' should; the '}' of function m (line 3) is missing",
+        ),
+        (
+            HEADER + ".entry k(.param .u64 y\n{\n ret;\n}",
+            (4, 1),
+            "'{' stands where ')' should; the ')' of the '(' in line 3, column 9 is missing",
+        ),
+        # What has its end is not said to lack it.
+        (BODY + " st.global.u32 [%rd3, %r1];\n}", (7, 23), "'%r1' stands where '{' should"),
+        (HEADER + ".entry k() {\n bra a b;\n}", (4, 8), "'b' stands where '+' or '-', ',', ';' or '|' should"),
+    ],
+)
+def test_a_bracket_without_an_end_is_named(text: str, place: tuple[int, int], sentence: str) -> None:
+    with pytest.raises(PtxSyntaxError) as caught:
+        parse(text)
+    first = caught.value
+    assert ((first.line, first.column), first.problem) == (place, sentence), "the bracket is not named"
+
+
 @pytest.mark.parametrize(
     ("text", "place", "words"),
     [
