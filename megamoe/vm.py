@@ -26,7 +26,7 @@ from megamoe.contract.counted import counted
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
-from megamoe.cuda_source import compiled, overloads_of, template_named, templates_wanting
+from megamoe.cuda_source import compiled, is_template, template_named, templates_named, templates_wanting
 from megamoe.findings import KernelFinding, Ledger, module_of
 from megamoe.given.arguments import addresses_among, encoded
 from megamoe.given.entry_names import entries_named, entry_named, with_source_names
@@ -316,6 +316,15 @@ def with_entry(machine: KernelMachine, source: str | Path, entry: str) -> tuple[
     """
     ptx = as_ptx(source, machine.target)
     try:
+        return _with_entry(machine, source, ptx, entry)
+    except LaunchRefusedError as refused:
+        if _is_text(source):
+            raise
+        raise LaunchRefusedError(f"{source}: {refused}") from None
+
+
+def _with_entry(machine: KernelMachine, source: str | Path, ptx: str, entry: str) -> tuple[str, str]:
+    try:
         return ptx, entry_named(entry, machine.entries(ptx))
     except LaunchRefusedError as refused:
         text, file = _read(source)
@@ -324,16 +333,17 @@ def with_entry(machine: KernelMachine, source: str | Path, entry: str) -> tuple[
         if _is_ptx(text) or not isinstance(entry, str) or entries_named(entry, before):
             raise
         name = template_named(entry)
-        wanting = templates_wanting(text, name)
         if not name:
+            wanting = templates_wanting(text)
             raise LaunchRefusedError(f"{refused}; {wanting}" if wanting else str(refused)) from None
         try:
             ptx = compiled(text, machine.target, file, name)
         except LaunchRefusedError as problem:
-            told = [str(refused), wanting, str(problem)]
-            if overloads := overloads_of(text, name):
-                # A compiler's words about overloads are about code that the user did not write.
-                told = [str(refused), "" if "overloaded function" in str(problem) else str(problem), overloads]
+            # Kernels of that name that are no templates are among the entries. Which of several functions the
+            # compiler could not choose is said by the candidates.
+            plain = entries_named(re.split(r"[<(]", name)[0], before) and not is_template(text, name)
+            why = "" if plain or "cannot determine which instance" in str(problem) else str(problem)
+            told = (str(refused), why, "" if plain else templates_named(text, name))
             raise LaunchRefusedError("; ".join(filter(None, told))) from None
     return ptx, _instantiated(entry, before, machine.entries(ptx))
 
