@@ -27,7 +27,7 @@ from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedEr
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
 from megamoe.cuda_source import compiled, is_template, template_named, templates_named, templates_wanting
-from megamoe.findings import KernelFinding, Ledger, module_of
+from megamoe.findings import ENDS_HERE, KernelFinding, Ledger, module_of
 from megamoe.given.arguments import addresses_among, encoded
 from megamoe.given.entry_names import entries_named, entry_named, with_source_names
 from megamoe.given.host_memory import Reached, array_of, several
@@ -116,7 +116,7 @@ class Device:
         if stop is not None and not failing:
             for tell in ON_FAULT:
                 tell(stop)
-            raise stop
+            raise stop from None
         first, others = failing[0], len(failing) - 1
         told = first.sentence + (f"; the other access: {first.other}" if first.other and first.other.source else "")
         cause = self.ledger.said_of_cause(first)
@@ -125,10 +125,11 @@ class Device:
         ending = [f"{one.short} ended the launch" for one in failing[1:] if one.ends]
         ending += [str(stop)] if isinstance(stop, OverdueError) else []
         more += "".join(f"; {one}" for one in ending)
-        fault = KernelFault(f"{told}{more}", first.rule, found)
+        behind = [*first.advice, *([f"  {ENDS_HERE}"] if first.ends else [])]
+        fault = KernelFault("\n".join([f"{told}{more}", *behind]), first.rule, found)
         for tell in ON_FAULT:
             tell(fault)
-        raise fault from (stop.__cause__ if stop is not None else None)
+        raise fault from None
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
@@ -226,7 +227,8 @@ def _to_stdout(text: str) -> None:
 
 @contextmanager
 def sentences(machine: KernelMachine, origin: str = "") -> Iterator[None]:
-    """Turns a machine's exceptions into KernelFault, LaunchRefusedError and UnsupportedError.
+    """Turns a machine's exceptions into KernelFault, LaunchRefusedError and UnsupportedError, without the machine's own
+    frames, which say nothing about the kernel.
 
     `origin`: the file of the PTX or CUDA C++, which the machine does not know.
     """
@@ -234,14 +236,14 @@ def sentences(machine: KernelMachine, origin: str = "") -> Iterator[None]:
         yield
     except Exception as stop:
         if isinstance(stop, machine.faults):
-            raise KernelFault(str(stop), getattr(stop, "rule", "")) from stop
+            raise KernelFault(str(stop), getattr(stop, "rule", "")) from None
         if isinstance(stop, machine.refusals):
             raise LaunchRefusedError(
                 _in_file(with_source_names(str(stop)), origin), getattr(stop, "cuda_error", 0)
-            ) from stop
+            ) from None
         if isinstance(stop, machine.unknowns):
             told = str(stop).splitlines()
-            raise UnsupportedError("\n".join(f"{origin}, {one}" for one in told) if origin else str(stop)) from stop
+            raise UnsupportedError("\n".join(f"{origin}, {one}" for one in told) if origin else str(stop)) from None
         raise
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,27 @@ def test_a_launch_that_ends_raises_in_every_profile() -> None:
         assert "[out-of-bounds]" in str(fault), "what ended the launch is said"
         assert [(one.rule, one.ends) for one in device.findings] == [("race", False), ("out-of-bounds", True)]
         assert launched(device, CLEAN) is None, "the device goes on after"
+
+
+def test_the_text_of_a_fault_says_how_to_mend_it_and_that_the_launch_ended() -> None:
+    for step, ends in ((BEYOND, True), (RACE, False)):
+        device = Device("sm_100a")
+        fault = launched(device, step)
+        (one,) = device.findings
+        ending = ["  the launch ends here"] if ends else []
+        told = [f"  mend: {one.mend}", f"  read more: {one.page}", *ending]
+        assert str(fault).splitlines()[1:] == told, fault
+        assert "\n".join(told[:2]) in str(one), "the report says something else"
+        assert not ends or "; the launch ends here" in str(one), "the report says something else"
+
+
+def test_a_traceback_has_no_frames_of_the_machine() -> None:
+    for step in (BEYOND, RACE, f"{RACE}\n{CLEAN}\n{BEYOND}"):
+        fault = launched(Device("sm_100a"), step)
+        assert fault is not None
+        shown = "".join(traceback.format_exception(fault))
+        assert "backends" not in shown, f"frames of the machine say nothing about the kernel: {shown}"
+        assert shown.count("Traceback") == 1, f"the fault is told more than once: {shown}"
 
 
 def test_a_profile_that_is_none_is_said() -> None:
