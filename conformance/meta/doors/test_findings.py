@@ -94,7 +94,7 @@ def finding(**changes: object) -> KernelFinding:
     values: dict[str, Any] = {
         "rule": "race",
         "grade": "error",
-        "detail": "this granule is overwritten",
+        "detail": "this 4-byte word is overwritten",
         "kernel": "attention_fwd",
         "line": 40,
         "text": "st.shared.u32 [%r1], %r2;",
