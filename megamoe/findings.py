@@ -607,8 +607,10 @@ class Ledger:
     def tally(self) -> str:
         """How many findings there are, and how many of them count."""
         count, failing = len(self.findings), len(self.failing)
-        of_them = f"{failing} of them count{'s' * (failing == 1)} in the profile {self.profile}"
-        return f"{counted(count, 'finding')}, {of_them}"
+        of_them = f"{failing} of them count{'s' * (failing == 1)}"
+        if count == 1:
+            of_them = "which counts" if failing else "which does not count"
+        return f"{counted(count, 'finding')}, {of_them} in the profile {self.profile}"
 
     @property
     def stale(self) -> list[Suppression]:

@@ -163,6 +163,18 @@ def test_a_traceback_has_no_frames_of_the_machine() -> None:
         assert shown.count("Traceback") == 1, f"the fault is told more than once: {shown}"
 
 
+def test_the_tally_counts_in_words() -> None:
+    for steps, profile, said in (
+        ((RACE,), "default", "1 finding, which counts in the profile default"),
+        ((RACE,), "lenient", "1 finding, which does not count in the profile lenient"),
+        ((RACE, CLEAN, BEYOND), "default", "2 findings, 2 of them count in the profile default"),
+        ((RACE, CLEAN, BEYOND), "lenient", "2 findings, 1 of them counts in the profile lenient"),
+    ):
+        device = Device("sm_100a", profile=profile)
+        launched(device, *steps)
+        assert device.ledger.tally == said
+
+
 def test_a_profile_that_is_none_is_said() -> None:
     with pytest.raises(ValueError, match="no profile 'loose'; there are strict, default, lenient"):
         Device("sm_100a", profile="loose")
@@ -346,7 +358,7 @@ def test_a_fault_that_ends_the_launch_is_not_suppressed(tmp_path: Path, capsys: 
     launch = (file, "--entry", "kernel", "--block", "64", "--arg", "u32[4]", "--schedule", "eager")
     for options in ([], ["--profile", "lenient"], ["--suppress", suppress]):
         status, said = _check(capsys, *launch, *options)
-        assert (status, "1 finding, 1 of them counts" in said) == (1, True), f"{options}: {said}"
+        assert (status, "1 finding, which counts in the profile " in said) == (1, True), f"{options}: {said}"
     assert f"suppression without effect: {suppress}, line 1" in said, said
     for form in ("json", "sarif", "junit"):
         status, said = _check(capsys, *launch, "--suppress", suppress, "--format", form)
