@@ -581,16 +581,6 @@ def test_every_grade_has_rules_and_each_that_is_no_error_is_planted() -> None:
     assert not unreasoned, f"{unreasoned}: say who relies on more than the ISA promises"
 
 
-def test_mends_have_the_words_of_cuda_cpp_beside_those_of_ptx() -> None:
-    words = {"bar.sync": "__syncthreads()", "bar.warp.sync": "__syncwarp()", "barrier.cluster.arrive": "cluster.sync()",
-             "griddepcontrol.wait": "cudaGridDependencySynchronize()"}  # fmt: skip
-    said = [text for rule in RULES.values() for text in (rule.mend, rule.missing)]
-    for word, other in words.items():
-        advised = [text for text in said if word in text]
-        assert advised, f"no mend says {word}"
-        assert all(other in text for text in advised), f"for CUDA C++, {other} stands beside {word}: {advised}"
-
-
 def test_the_table_has_every_rule_that_the_machine_names() -> None:
     sources = [path.read_text("utf-8") for path in sorted((ROOT / "backends" / "vm").rglob("*.py"))]
     table = (ROOT / "backends" / "vm" / "rules.py").read_text("utf-8")
