@@ -161,6 +161,10 @@ def test_a_traceback_has_no_frames_of_the_machine() -> None:
         shown = "".join(traceback.format_exception(fault))
         assert "backends" not in shown, f"frames of the machine say nothing about the kernel: {shown}"
         assert shown.count("Traceback") == 1, f"the fault is told more than once: {shown}"
+        if BEYOND in step:
+            fault.__suppress_context__ = False
+            shown = "".join(traceback.format_exception(fault))
+            assert "backends" in shown, "pytest's --full-trace would not show the machine's frames"
 
 
 def test_the_tally_counts_in_words() -> None:
