@@ -113,7 +113,7 @@ class _Source:
             return ""
         using = " ".join(f"using namespace {one};" for one in self.spaces)
         address = f"void megamoe_instantiates() {{ (void)({self.address}); }}"
-        return f"\n{using}\n#ifndef __CUDACC_RTC__\n{address}\n#endif\n"
+        return f'\n#line 1 "{_ADDED}"\n{using}\n#ifndef __CUDACC_RTC__\n{address}\n#endif\n'
 
     @property
     def address(self) -> str:
@@ -125,6 +125,22 @@ class _Source:
     def folder(self) -> str:
         """The folder of its own includes; empty for text."""
         return str(Path(self.file).parent) if self.file else ""
+
+
+_ADDED = "megamoe-instantiation"
+"""The file name that compiler messages use for the code behind the source."""
+_NAMES = "__nv_name_map"
+"""What NVRTC calls the kernel's name that it is asked for."""
+_ERROR = re.compile(r"^(\S.*?)\((\d+)\): (?:catastrophic )?error(?: #[\w-]+)?: (.*)$", re.MULTILINE)
+
+
+def _about_kernel(words: str) -> str:
+    """A compiler's errors for a source that is right without `kernel`, without code that the user did not write."""
+    errors = _ERROR.findall(words)
+    own = [f"{file}({line}): {said}" for file, line, said in errors if file not in (_ADDED, _NAMES)]
+    added = [said for file, _, said in errors if file in (_ADDED, _NAMES)]
+    # Most errors in one expression follow from a single one: from an unknown name, if there is one.
+    return "; ".join(dict.fromkeys(own or sorted(added, key=lambda said: "undefined" not in said)[:1])) or words
 
 
 _NAMESPACE = re.compile(r"\bnamespace\s+(\w+(?:::\w+)*)\s*\{")
@@ -154,45 +170,56 @@ def _parted(entry: str) -> tuple[str, str]:
     return entry, ""
 
 
-def overloads_of(text: str, entry: str) -> str:
-    """Says which templates of kernels in CUDA C++ `text` the name of `entry` may mean, and how to choose one; "" unless
-    there are several."""
-    name, _ = _parted(entry)
+def templates_named(text: str, entry: str) -> str:
+    """Says which templates of kernels in CUDA C++ `text` the name of `entry` may mean, and how to choose one; which
+    there are if it has none of that name; "" if there are none."""
     code = _COMMENT.sub(" ", text)
+    name, _ = _parted(entry)
     own = name.partition("<")[0].rpartition("::")[2].strip()
-    found = [f"{own}{_parameters_at(code, one.end() - 1)}" for one in _TEMPLATE.finditer(code) if one[1] == own]
-    if len(found) < 2:
-        return ""
-    many = f"{counted(len(found), 'template')} of that name, {' and '.join(found)}"
-    return (f"the source has {many}: ask for one with the types of its parameters behind the name, "
-            f"with the template's arguments in place: --entry '{name}(...)'")  # fmt: skip
+    every = list(_TEMPLATE.finditer(code))
+    found = [one for one in every if one[1] == own]
+    if len(found) == 1:
+        return f"the source has one template of that name, {_shown(code, found[0])}"
+    if not found:
+        shown = " and ".join(_shown(code, one) for one in every)
+        return f"the source has no template of that name; it has {shown}" if shown else ""
+    shown = " and ".join(f"{own}{_bracketed(code, one.end() - 1, '()')}" for one in found)
+    return (f"the source has {counted(len(found), 'template')} of that name, {shown}: ask for one with the types of "
+            "its parameters behind the name, with the template's arguments in place: "
+            f"--entry '{name}(...)'")  # fmt: skip
 
 
-def _parameters_at(code: str, begin: int) -> str:
-    """The list of parameters that begins there, on one line."""
+def is_template(text: str, entry: str) -> bool:
+    """Whether CUDA C++ `text` has a template of a kernel of that name."""
+    name, _ = _parted(entry)
+    return name.partition("<")[0].rpartition("::")[2].strip() in _TEMPLATE.findall(_COMMENT.sub(" ", text))
+
+
+def _shown(code: str, template: re.Match[str]) -> str:
+    """template <int N> k(float* x), for a match in `code`."""
+    head = _bracketed(code, code.index("<", template.start()), "<>")
+    return f"`template {head} {template[1]}{_bracketed(code, template.end() - 1, '()')}`"
+
+
+def _bracketed(code: str, begin: int, pair: str) -> str:
+    """What stands there between a pair of brackets, with them, on one line."""
     depth = 0
     for at in range(begin, len(code)):
-        depth += (code[at] == "(") - (code[at] == ")")
+        depth += (code[at] == pair[0]) - (code[at] == pair[1])
         if not depth:
             return " ".join(code[begin : at + 1].split())
-    return "(...)"
+    return "...".join(pair)
 
 
-def templates_wanting(text: str, name: str = "") -> str:
-    """Says how to get a kernel out of the templates in CUDA C++ `text`; "" if no kernel is a template.
-
-    `name`: the kernel that is wanted, k<float, 3>, if it is known.
-    """
-    found = dict.fromkeys(_TEMPLATE.findall(_COMMENT.sub("", text)))
+def templates_wanting(text: str) -> str:
+    """Says how to get a kernel out of the templates in CUDA C++ `text`; "" if no kernel is a template."""
+    found = _TEMPLATE.search(_COMMENT.sub("", text))
     if not found:
         return ""
-    wanted, parameters = _parted(name)
-    parameters = parameters or "(...)"
-    wanted = wanted or f"{next(iter(found))}<...>"
-    ask = "" if name else f", or ask for it with its template arguments: --entry '{wanted}'"
-    line = f"template __global__ void {wanted}{parameters};"
-    return (f"a template is compiled only where it is instantiated: add `{line}`, with the types of its "
-            f"parameters{ask}")  # fmt: skip
+    wanted = f"{found[1]}<...>"
+    return (f"a template is compiled only where it is instantiated: add `template __global__ void {wanted}(...);`, "
+            "with the types of its parameters, or ask for it with its template arguments: "
+            f"--entry '{wanted}'")  # fmt: skip
 
 
 class _WordsError(Exception):
@@ -241,7 +268,8 @@ def _compiled(source: _Source, _headers: tuple[tuple[str, str], ...]) -> str:
         except _WordsError as problem:
             said = str(problem)
             if not _LACKING.search(said):
-                raise LaunchRefusedError(f"{name} does not compile the source: {said}") from None
+                what, said = (source.kernel, _about_kernel(said)) if source.kernel else ("the source", said)
+                raise LaunchRefusedError(f"{name} does not compile {what}: {said}") from None
             # Compilers word the lack of one header differently.
             header = _HEADER.search(said)
             about = header[1] or header[2] if header else said

@@ -26,6 +26,8 @@ PROFILES: Mapping[Profile, frozenset[Grade]] = {
     "lenient": frozenset(),
 }
 """The grades that fail a run."""
+ENDS_HERE = "the launch ends here"
+"""What is said of a finding after which the launch could not go on."""
 MAX_TEXT = 120
 """Longest instruction text in a sentence, in characters: some instructions name 128 registers."""
 
@@ -209,6 +211,12 @@ class KernelFinding:
         return f"[{self.rule}] at PTX line {self.line}"
 
     @property
+    def advice(self) -> list[str]:
+        """Lines that say how to mend it, who relies on it and which page explains its rule."""
+        told = {"mend": self.mend, "relied upon": self.reliance, "read more": self.page}
+        return [f"  {what}: {said}" for what, said in told.items() if said]
+
+    @property
     def sentence(self) -> str:
         """The finding in one line."""
         source = f"{_told(self.source)}, " if self.source else ""
@@ -228,10 +236,8 @@ class KernelFinding:
             said.append(f"  other access: {self.other}")
             said += [f"    called from: {one}" for one in self.other.source[1:]]
         said += [f"  missing: {self.missing}"] if self.missing else []
-        said += [f"  mend: {self.mend}"] if self.mend else []
-        said += [f"  relied upon: {self.reliance}"] if self.reliance else []
-        said += [f"  read more: {self.page}"] if self.page else []
-        ends = "the launch ends here" if self.ends else "the launch goes on"
+        said += self.advice
+        ends = ENDS_HERE if self.ends else "the launch goes on"
         times = f"found {self.times} times" if self.times > 1 else "found once"
         times += f" under {', '.join(self.schedules)}" if self.schedules else ""
         said.append(f"  {times}; {ends}{f'; PTX ISA {self.section}' if self.section else ''}")
@@ -601,8 +607,10 @@ class Ledger:
     def tally(self) -> str:
         """How many findings there are, and how many of them count."""
         count, failing = len(self.findings), len(self.failing)
-        of_them = f"{failing} of them count{'s' * (failing == 1)} in the profile {self.profile}"
-        return f"{counted(count, 'finding')}, {of_them}"
+        of_them = f"{failing} of them count{'s' * (failing == 1)}"
+        if count == 1:
+            of_them = "which counts" if failing else "which does not count"
+        return f"{counted(count, 'finding')}, {of_them} in the profile {self.profile}"
 
     @property
     def stale(self) -> list[Suppression]:

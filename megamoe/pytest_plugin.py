@@ -218,7 +218,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     try:
         result = yield
     except KernelFault as fault:
-        if not item.config.getoption("fulltrace", False):
+        if item.config.getoption("fulltrace", False):
+            # The machine's own frames are those of the exception that the door has hidden.
+            fault.__suppress_context__ = False
+        else:
             end_at_the_launch(fault)
         raise
     if faults:

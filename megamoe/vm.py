@@ -26,8 +26,8 @@ from megamoe.contract.counted import counted
 from megamoe.contract.machine import KernelFault, KernelMachine, LaunchRefusedError, MisreadPtxError
 from megamoe.contract.plain import plain_bytes
 from megamoe.contract.program import TARGETS, Dim3
-from megamoe.cuda_source import compiled, overloads_of, template_named, templates_wanting
-from megamoe.findings import KernelFinding, Ledger, module_of
+from megamoe.cuda_source import compiled, is_template, template_named, templates_named, templates_wanting
+from megamoe.findings import ENDS_HERE, KernelFinding, Ledger, module_of
 from megamoe.given.arguments import addresses_among, encoded
 from megamoe.given.entry_names import entries_named, entry_named, with_source_names
 from megamoe.given.host_memory import Reached, array_of, several
@@ -116,7 +116,7 @@ class Device:
         if stop is not None and not failing:
             for tell in ON_FAULT:
                 tell(stop)
-            raise stop
+            raise stop from None
         first, others = failing[0], len(failing) - 1
         told = first.sentence + (f"; the other access: {first.other}" if first.other and first.other.source else "")
         cause = self.ledger.said_of_cause(first)
@@ -125,10 +125,11 @@ class Device:
         ending = [f"{one.short} ended the launch" for one in failing[1:] if one.ends]
         ending += [str(stop)] if isinstance(stop, OverdueError) else []
         more += "".join(f"; {one}" for one in ending)
-        fault = KernelFault(f"{told}{more}", first.rule, found)
+        behind = [*first.advice, *([f"  {ENDS_HERE}"] if first.ends else [])]
+        fault = KernelFault("\n".join([f"{told}{more}", *behind]), first.rule, found)
         for tell in ON_FAULT:
             tell(fault)
-        raise fault from (stop.__cause__ if stop is not None else None)
+        raise fault from None
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
@@ -226,7 +227,8 @@ def _to_stdout(text: str) -> None:
 
 @contextmanager
 def sentences(machine: KernelMachine, origin: str = "") -> Iterator[None]:
-    """Turns a machine's exceptions into KernelFault, LaunchRefusedError and UnsupportedError.
+    """Turns a machine's exceptions into KernelFault, LaunchRefusedError and UnsupportedError, without the machine's own
+    frames, which say nothing about the kernel.
 
     `origin`: the file of the PTX or CUDA C++, which the machine does not know.
     """
@@ -234,13 +236,13 @@ def sentences(machine: KernelMachine, origin: str = "") -> Iterator[None]:
         yield
     except Exception as stop:
         if isinstance(stop, machine.faults):
-            raise KernelFault(str(stop), getattr(stop, "rule", "")) from stop
+            raise KernelFault(str(stop), getattr(stop, "rule", "")) from None
         if isinstance(stop, machine.refusals):
             refused = MisreadPtxError if isinstance(stop, machine.misreads) else LaunchRefusedError
-            raise refused(_in_file(with_source_names(str(stop)), origin), getattr(stop, "cuda_error", 0)) from stop
+            raise refused(_in_file(with_source_names(str(stop)), origin), getattr(stop, "cuda_error", 0)) from None
         if isinstance(stop, machine.unknowns):
             told = str(stop).splitlines()
-            raise UnsupportedError("\n".join(f"{origin}, {one}" for one in told) if origin else str(stop)) from stop
+            raise UnsupportedError("\n".join(f"{origin}, {one}" for one in told) if origin else str(stop)) from None
         raise
 
 
@@ -315,6 +317,15 @@ def with_entry(machine: KernelMachine, source: str | Path, entry: str) -> tuple[
     """
     ptx = as_ptx(source, machine.target)
     try:
+        return _with_entry(machine, source, ptx, entry)
+    except LaunchRefusedError as refused:
+        if _is_text(source):
+            raise
+        raise LaunchRefusedError(f"{source}: {refused}") from None
+
+
+def _with_entry(machine: KernelMachine, source: str | Path, ptx: str, entry: str) -> tuple[str, str]:
+    try:
         return ptx, entry_named(entry, machine.entries(ptx))
     except LaunchRefusedError as refused:
         text, file = _read(source)
@@ -323,16 +334,17 @@ def with_entry(machine: KernelMachine, source: str | Path, entry: str) -> tuple[
         if _is_ptx(text, file) or not isinstance(entry, str) or entries_named(entry, before):
             raise
         name = template_named(entry)
-        wanting = templates_wanting(text, name)
         if not name:
+            wanting = templates_wanting(text)
             raise LaunchRefusedError(f"{refused}; {wanting}" if wanting else str(refused)) from None
         try:
             ptx = compiled(text, machine.target, file, name)
         except LaunchRefusedError as problem:
-            told = [str(refused), wanting, str(problem)]
-            if overloads := overloads_of(text, name):
-                # A compiler's words about overloads are about code that the user did not write.
-                told = [str(refused), "" if "overloaded function" in str(problem) else str(problem), overloads]
+            # Kernels of that name that are no templates are among the entries. Which of several functions the
+            # compiler could not choose is said by the candidates.
+            plain = entries_named(re.split(r"[<(]", name)[0], before) and not is_template(text, name)
+            why = "" if plain or "cannot determine which instance" in str(problem) else str(problem)
+            told = (str(refused), why, "" if plain else templates_named(text, name))
             raise LaunchRefusedError("; ".join(filter(None, told))) from None
     return ptx, _instantiated(entry, before, machine.entries(ptx))
 

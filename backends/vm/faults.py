@@ -196,6 +196,10 @@ def at_line(line: int) -> str:
     return f" at PTX line {line}" if line else ""
 
 
+UNORDERED: Final = "but nothing orders the two, which may happen in either order"
+"""What a race says behind its two accesses: the machine has met them in only one of the orders."""
+
+
 def counted(count: int, name: str) -> str:
     """ "1 byte", "2 bytes". `name` takes an s in the plural."""
     return f"{count} {name}{'' if count == 1 else 's'}"

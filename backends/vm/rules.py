@@ -49,6 +49,11 @@ def _relied(slug: str, section: str, wrong: str, reliance: str, mend: str, missi
     return MachineRule(slug, "portability", section, wrong, mend, missing, reliance)
 
 
+_CTA_SYNC: Final = "bar.sync (`__syncthreads()`)"
+_WARP_SYNC: Final = "bar.warp.sync (`__syncwarp()`)"
+_CLUSTER_SYNC: Final = "barrier.cluster.arrive and .wait (`cluster.sync()`)"
+_DEPENDENT_SYNC: Final = "griddepcontrol.wait (`cudaGridDependencySynchronize()`)"
+"""Instructions, with what CUDA C++ calls them: a mend is read by those who write either."""
 _BARRIER: Final = "a barrier, an mbarrier wait, or a wait for the group of the copy, between the two accesses"
 
 # fmt: off
@@ -58,7 +63,8 @@ _ALL = (
         "race", "8.7.1",
         "Two accesses to the same shared memory, of which one is a write, are not ordered: the result depends on "
         "timing. Only two writes of the same value do not race, nor do two strong accesses.",
-        "Put a barrier between the two accesses, or let the second wait for an mbarrier that the first arrives at.",
+        f"Put a barrier between the two accesses, such as {_CTA_SYNC}, or let the second wait for an mbarrier that the "
+        "first arrives at.",
         _BARRIER,
     ),
     _error(
@@ -115,8 +121,8 @@ _ALL = (
     _error(
         "dependent-launch-not-awaited", "9.7.13.13",
         "A dependent launch accesses memory that the previous launch, which may still be running, reads or writes.",
-        "Execute griddepcontrol.wait before the access.",
-        "griddepcontrol.wait",
+        f"Execute {_DEPENDENT_SYNC} before the access.",
+        _DEPENDENT_SYNC,
     ),
     _error(
         "exit-with-pending-operation", "9.7.9.25",
@@ -129,14 +135,14 @@ _ALL = (
         "A CTA of the cluster accesses the memory of another one, and nothing orders that after the start of the other "
         "CTA. The CUDA programming guide (distributed shared memory) requires that it has started. An H200 that other "
         "processes share can end such a launch: the target block is not present.",
-        "Begin the kernel with a cluster barrier. A relaxed arrival is enough.",
-        "barrier.cluster.arrive and .wait before the first access",
+        "Begin the kernel with a cluster barrier (`cluster.sync()`). A relaxed arrival is enough.",
+        f"{_CLUSTER_SYNC} before the first access",
     ),
     _error(
         "ended-cta", "9.7.9.23",
         "A CTA of the cluster accesses the shared memory of another CTA that has ended, or that may end at any time.",
-        "End the kernel with a cluster barrier.",
-        "barrier.cluster.arrive and .wait after the last access",
+        "End the kernel with a cluster barrier (`cluster.sync()`).",
+        f"{_CLUSTER_SYNC} after the last access",
     ),
     _error(
         "cancel-after-failure", "9.7.13.17",
@@ -159,7 +165,8 @@ _ALL = (
         "tmem-race", "9.7.16.6",
         "Tensor memory is accessed while an MMA, a copy or another warp accesses it, and the two are not ordered. Nor "
         "are the reads and the writes of one MMA, if D overlaps another operand.",
-        "Wait for the tcgen05.commit of the MMA, or put a barrier between the warps. Give D columns of its own.",
+        f"Wait for the tcgen05.commit of the MMA, or put a barrier between the warps, such as {_CTA_SYNC}. Give D "
+        "columns of its own.",
         "tcgen05.commit and a wait for its mbarrier, or a barrier",
     ),
     _error(
@@ -472,8 +479,8 @@ _ALL = (
         "only, or if a lane relies on a wait (at an mbarrier, for copies) or an acquire of a flag that only other "
         "lanes executed.",
         "Kernels that assume that the lanes of a warp run in lockstep.",
-        "Execute bar.warp.sync between the access and the other lane's use or release, and after a wait or an acquire.",
-        "bar.warp.sync",
+        f"Execute {_WARP_SYNC} between the access and the other lane's use or release, and after a wait or an acquire.",
+        _WARP_SYNC,
     ),
     _relied(
         "tmem-hold-and-wait", "9.7.16.7.1",

@@ -179,7 +179,7 @@ def _unusable(sentence: str) -> NoReturn:
 def _about(kernel: str, refused: Exception) -> str:
     """A sentence that names the file once."""
     said = str(refused)
-    return said if kernel in said else f"{kernel}: {said}"
+    return said if kernel in said or str(Path(kernel)) in said else f"{kernel}: {said}"
 
 
 def _broken(error: Exception) -> str:

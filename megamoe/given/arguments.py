@@ -36,8 +36,8 @@ def encoded(entry: str, parameters: Sequence[Parameter], args: Sequence[object],
     # Compilers of C++ call a parameter KERNEL_param_0.
     kinds = [f".{one.type} {one.name.removeprefix(f'{entry}_')}" for one in parameters]
     if len(parameters) != len(args):
-        wanted = counted(len(parameters), "argument")
-        raise LaunchRefusedError(f"{kernel} takes {wanted} ({', '.join(kinds)}) and is given {len(args)}")
+        wanted = f"{counted(len(kinds), 'argument')} ({', '.join(kinds)})" if kinds else "no arguments"
+        raise LaunchRefusedError(f"{kernel} takes {wanted} and is given {len(args)}")
     return [
         _parameter(f"argument {index} of {kernel} ({kind}, {counted(one.size, 'byte')})", one, arg, reached)
         for index, (kind, one, arg) in enumerate(zip(kinds, parameters, args, strict=True))

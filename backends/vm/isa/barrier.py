@@ -109,9 +109,13 @@ def _wait(warp: Warp, number: int, barrier: NamedBarrier, then: Callable[[], Non
         if then is not None:
             then()
 
+    def reason() -> str:
+        awaited = counted(warp.cta.awaited_by(barrier), "thread")
+        return f"barrier {number}, where {barrier.arrived} of {awaited} have arrived"
+
     return Wait(
         ready=lambda: barrier.generation >= target,
-        reason=lambda: f"barrier {number}, where {barrier.arrived} of {_expected(barrier.expected)} have arrived",
+        reason=reason,
         finish=finish,
     )
 

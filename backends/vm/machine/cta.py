@@ -305,9 +305,13 @@ class Cta:
             self.named[number] = NamedBarrier(Clock.zero(agents), Clock.zero(agents))
         return self.named[number]
 
+    def awaited_by(self, barrier: NamedBarrier) -> int:
+        """How many threads a named barrier waits for."""
+        return self.alive if barrier.expected is None else barrier.expected
+
     def complete_barrier(self, barrier: NamedBarrier) -> None:
         """End the phase of a named barrier if everything that it waits for has arrived."""
-        if barrier.arrived == (self.alive if barrier.expected is None else barrier.expected):
+        if barrier.arrived == self.awaited_by(barrier):
             barrier.arrived = 0
             barrier.generation += 1
             barrier.released.join(barrier.arriving)

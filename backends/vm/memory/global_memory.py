@@ -74,8 +74,8 @@ class Buffer:
         """The origin of the undefined byte at `offset`, which PTX `line` reads."""
         known = self.sources.by_unit.get(offset >> 2) if self.state is not None and self.state[offset] else None
         if known is None:
-            known = Origin("uninitialised-global", f"byte {offset} of `{self.name}`, which was never written: it is an "
-                           "output or a workspace, and holds nothing until the kernel stores it")  # fmt: skip
+            known = Origin("uninitialised-global", f"byte {offset} of `{self.name}`, which was not yet written: it is "
+                           "an output or a workspace, and holds nothing until the kernel stores it")  # fmt: skip
         return known.read_at(line)
 
     def check_defined(self, offsets: Addresses, size: int, access: str) -> None:

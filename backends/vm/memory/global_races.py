@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, OtherAccess, at_line, report
+from backends.vm.faults import UNORDERED, Fault, OtherAccess, at_line, report
 from backends.vm.memory.access_code import GLOBAL_FIELDS, MemoryWords, places_change
 from backends.vm.memory.clocks import (
     CLUSTER_SHIFT,
@@ -492,8 +492,8 @@ class GlobalRaces:
             offset, who = shadow.offset_in(buffer, at), self.name(int(marks[at]), warp)
             did = "wrote" if wrote else "read"
             other = OtherAccess(who, did, line, elsewhere=_is_elsewhere(int(marks[at]), warp))
-            report(Fault("global-race", f"byte {offset} of `{buffer.name}` {accesses.action}, but nothing orders that "
-                         f"after {who} {did} it{at_line(line)}: a barrier, or a release and an acquire of gpu scope, "
+            report(Fault("global-race", f"byte {offset} of `{buffer.name}` {accesses.action} after {who} {did} it"
+                         f"{at_line(line)}, {UNORDERED}: a barrier, or a release and an acquire of gpu scope, "
                          "with fences if they are relaxed, is missing", lane=accesses.lane(access),
                          other=other))  # fmt: skip
 

@@ -54,7 +54,7 @@ class Marks:
     @property
     def name(self) -> str:
         """What a report calls a cell."""
-        return "granule" if self.unit == GRANULE else "byte"
+        return f"{GRANULE}-byte word" if self.unit == GRANULE else "byte"
 
     def note(self, cells: Cells, stamp: int, line: int) -> None:
         """Record an access to `cells`."""

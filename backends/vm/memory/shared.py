@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import address_of, count_nonzero
-from backends.vm.faults import Fault, OtherAccess, at_line, counted, report
+from backends.vm.faults import UNORDERED, Fault, OtherAccess, at_line, counted, report
 from backends.vm.memory import compiled_granules
 from backends.vm.memory.access_code import BYTE_FIELDS, NO, NO_ROOM, MemoryWords
 from backends.vm.memory.clocks import (
@@ -250,7 +250,7 @@ class SharedMemory:
         """The origin of the undefined byte at `offset`, which PTX `line` reads."""
         known = self.sources.by_unit.get(offset >> 2)
         if known is None:
-            known = Origin("uninitialised-shared", f"byte {offset:#x} of shared memory, which was never written")
+            known = Origin("uninitialised-shared", f"byte {offset:#x} of shared memory, which was not yet written")
         return known.read_at(line)
 
     def missing(self, offsets: Addresses, size: int) -> Missing | None:
@@ -378,8 +378,9 @@ class SharedMemory:
             if line == MBARRIER:
                 raise Fault("mbarrier-misuse", "an mbarrier object lies here: only mbarrier operations may touch it "
                             "before mbarrier.inval", lane=lane, address=4 * at)  # fmt: skip
-            report(Fault("copy-not-awaited", f"this granule is {action} while {self.agents.the_copy_at(line)} into it "
-                         "is in flight: nothing waits for its end", lane=lane, address=4 * at,
+            report(Fault("copy-not-awaited", f"this {self.writes.granules.name} is {action} while "
+                         f"{self.agents.the_copy_at(line)} into it is in flight: nothing waits for its end",
+                         lane=lane, address=4 * at,
                          other=OtherAccess(self.agents.copy_at(line), "writes", line)))  # fmt: skip
         return True
 
@@ -537,9 +538,9 @@ class SharedMemory:
         agent, did, line = by
         elsewhere = lane is not None and self.agents.is_elsewhere(agent, self.agents.acting())
         other = OtherAccess(self.agents.name(agent, line), did, line, elsewhere=elsewhere)
-        report(Fault("race", f"this {marks.name} is {action}, but nothing orders that after {other.who} {other.did} it"
-                     f"{at_line(other.line)}: a barrier, an mbarrier wait or a wait for "
-                     "a group is missing", lane=lane, address=marks.unit * cell, other=other))  # fmt: skip
+        report(Fault("race", f"this {marks.name} is {action} after {other.who} {other.did} it"
+                     f"{at_line(other.line)}, {UNORDERED}: a barrier, an mbarrier wait or a wait for a group is "
+                     "missing", lane=lane, address=marks.unit * cell, other=other))  # fmt: skip
 
     def _check_inside(self, granules: Granules, what: str) -> None:
         if granules.size and (int(granules.min()) < self.first // 4 or int(granules.max()) >= self.size // 4):

@@ -14,7 +14,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.faults import Fault, OtherAccess, at_line, report
+from backends.vm.faults import UNORDERED, Fault, OtherAccess, at_line, report
 
 Scopes = npt.NDArray[np.int8]
 """By cell: how far the scope of its last strong write falls short, as Strong.short."""
@@ -79,7 +79,7 @@ def report_narrow(
 ) -> None:
     """Report that `mine` and a strong write by `other`, which falls short by `theirs`, leave a thread out."""
     did, danger = _DANGERS.get(mine.kind, ("written", "an update may be lost"))
-    report(Fault("scope-too-narrow", f"{place} is {did} by {mine.name}, but nothing orders that after {other.who} "
-                 f"wrote it by a strong access of {_NAMES[theirs]}{at_line(other.line)}: the scope of each must "
+    report(Fault("scope-too-narrow", f"{place} is {did} by {mine.name} after {other.who} wrote it by a strong "
+                 f"access of {_NAMES[theirs]}{at_line(other.line)}, {UNORDERED}: the scope of each must "
                  f"include the other's thread, {_NEEDED[distance]} or wider, or {danger}",
                  lane=lane, address=address, other=other))  # fmt: skip

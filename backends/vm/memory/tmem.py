@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.vm.counting import count_nonzero
-from backends.vm.faults import Fault, OtherAccess, at_line, counted, report
+from backends.vm.faults import UNORDERED, Fault, OtherAccess, at_line, counted, report
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
     PENDING,
@@ -224,7 +224,7 @@ class TensorMemory:
         lane, column = self._first(index, ~self.defined[index])
         known = self.sources.by_unit.get(column)
         if known is None:
-            what = f"lane {lane}, column {column} of tensor memory, which was never written"
+            what = f"lane {lane}, column {column} of tensor memory, which was not yet written"
             known = Origin("uninitialised-tmem", what)
         return known.read_at(line)
 
@@ -318,8 +318,8 @@ class TensorMemory:
                 if begun and begun & EPOCH_MASK <= clock.seen[agent]:
                     self._report_late_wait(action, lane, column, who)
                     continue
-                report(Fault("tmem-race", f"{action} lane {lane}, column {column}, but nothing orders that after {who} "
-                             f"{did} it{at_line(line)}: a commit and a wait for it, or a barrier, is missing",
+                report(Fault("tmem-race", f"{action} lane {lane}, column {column} after {who} {did} it"
+                             f"{at_line(line)}, {UNORDERED}: a commit and a wait for it, or a barrier, is missing",
                              address=lane << 16 | column, other=OtherAccess(who, did, line)))  # fmt: skip
         return None
 

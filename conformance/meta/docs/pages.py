@@ -101,7 +101,8 @@ def outcome(trial: Trial, folder: Path, schedule: str = "") -> str:
         try:
             exec(compile(source, KERNEL, "exec"), {})
         except KernelFault as fault:
-            return " ".join(_OTHERS.sub("", str(fault)).split())
+            # A page says in its own words how to mend it.
+            return " ".join(_OTHERS.sub("", str(fault).splitlines()[0]).split())
     return ""
 
 

@@ -148,3 +148,13 @@ def test_what_silicon_did_is_the_record() -> None:
     said = {path.stem: " ".join(path.read_text("utf-8").split()) for path in PAGES}
     for stem, sentence in report():
         assert sentence in said[stem], f"docs/.../{stem}.md does not say: {sentence}"
+
+
+def test_mends_have_the_words_of_cuda_cpp_beside_those_of_ptx() -> None:
+    words = {"bar.sync": "__syncthreads()", "bar.warp.sync": "__syncwarp()", "barrier.cluster.arrive": "cluster.sync()",
+             "griddepcontrol.wait": "cudaGridDependencySynchronize()"}  # fmt: skip
+    said = [text for rule in MACHINE_RULES.values() for text in (rule.mend, rule.missing)]
+    for word, other in words.items():
+        advised = [text for text in said if word in text]
+        assert advised, f"no mend says {word}"
+        assert all(other in text for text in advised), f"for CUDA C++, {other} stands beside {word}: {advised}"

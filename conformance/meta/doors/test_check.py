@@ -624,3 +624,14 @@ def test_a_test_suite_without_pytest_is_said(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytest" else found(name))
     assert main(["check", "test_ops.py"]) == 2
     assert "test_ops.py: pytest runs test-suites, and it is not installed" in capsys.readouterr().err
+
+
+def test_a_refused_entry_names_the_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "k.ptx").write_text(HEAD + ".visible .entry kernel() { ret; }\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("k.ptx", "./k.ptx"):
+        status, said = _check(capsys, name, "--entry", "absent")
+        assert (status, said.count("k.ptx")) == (2, 1), said
+        assert "k.ptx: the module has no entry 'absent'" in said, said

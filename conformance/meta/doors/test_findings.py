@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def finding(**changes: object) -> KernelFinding:
     values: dict[str, Any] = {
         "rule": "race",
         "grade": "error",
-        "detail": "this granule is overwritten",
+        "detail": "this 4-byte word is overwritten",
         "kernel": "attention_fwd",
         "line": 40,
         "text": "st.shared.u32 [%r1], %r2;",
@@ -139,6 +140,43 @@ def test_a_launch_that_ends_raises_in_every_profile() -> None:
         assert "[out-of-bounds]" in str(fault), "what ended the launch is said"
         assert [(one.rule, one.ends) for one in device.findings] == [("race", False), ("out-of-bounds", True)]
         assert launched(device, CLEAN) is None, "the device goes on after"
+
+
+def test_the_text_of_a_fault_says_how_to_mend_it_and_that_the_launch_ended() -> None:
+    for step, ends in ((BEYOND, True), (RACE, False)):
+        device = Device("sm_100a")
+        fault = launched(device, step)
+        (one,) = device.findings
+        ending = ["  the launch ends here"] if ends else []
+        told = [f"  mend: {one.mend}", f"  read more: {one.page}", *ending]
+        assert str(fault).splitlines()[1:] == told, fault
+        assert "\n".join(told[:2]) in str(one), "the report says something else"
+        assert not ends or "; the launch ends here" in str(one), "the report says something else"
+
+
+def test_a_traceback_has_no_frames_of_the_machine() -> None:
+    for step in (BEYOND, RACE, f"{RACE}\n{CLEAN}\n{BEYOND}"):
+        fault = launched(Device("sm_100a"), step)
+        assert fault is not None
+        shown = "".join(traceback.format_exception(fault))
+        assert "backends" not in shown, f"frames of the machine say nothing about the kernel: {shown}"
+        assert shown.count("Traceback") == 1, f"the fault is told more than once: {shown}"
+        if BEYOND in step:
+            fault.__suppress_context__ = False
+            shown = "".join(traceback.format_exception(fault))
+            assert "backends" in shown, "pytest's --full-trace would not show the machine's frames"
+
+
+def test_the_tally_counts_in_words() -> None:
+    for steps, profile, said in (
+        ((RACE,), "default", "1 finding, which counts in the profile default"),
+        ((RACE,), "lenient", "1 finding, which does not count in the profile lenient"),
+        ((RACE, CLEAN, BEYOND), "default", "2 findings, 2 of them count in the profile default"),
+        ((RACE, CLEAN, BEYOND), "lenient", "2 findings, 1 of them counts in the profile lenient"),
+    ):
+        device = Device("sm_100a", profile=profile)
+        launched(device, *steps)
+        assert device.ledger.tally == said
 
 
 def test_a_profile_that_is_none_is_said() -> None:
@@ -324,7 +362,7 @@ def test_a_fault_that_ends_the_launch_is_not_suppressed(tmp_path: Path, capsys: 
     launch = (file, "--entry", "kernel", "--block", "64", "--arg", "u32[4]", "--schedule", "eager")
     for options in ([], ["--profile", "lenient"], ["--suppress", suppress]):
         status, said = _check(capsys, *launch, *options)
-        assert (status, "1 finding, 1 of them counts" in said) == (1, True), f"{options}: {said}"
+        assert (status, "1 finding, which counts in the profile " in said) == (1, True), f"{options}: {said}"
     assert f"suppression without effect: {suppress}, line 1" in said, said
     for form in ("json", "sarif", "junit"):
         status, said = _check(capsys, *launch, "--suppress", suppress, "--format", form)

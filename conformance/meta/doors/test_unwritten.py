@@ -68,7 +68,7 @@ def test_a_kernel_that_reads_what_nobody_wrote_is_noticed(name: str) -> None:
     x = EMPTY[name]()
     assert _copied(x) == ["uninitialised-global"]
     assert _copied(x) == ["uninitialised-global"], "a launch that only reads writes nothing"
-    with pytest.raises(KernelFault, match=r"byte 0 of `argument 1`, which was never written"):
+    with pytest.raises(KernelFault, match=r"byte 0 of `argument 1`, which was not yet written"):
         Device("sm_100a").launch(COPY, "copy", 1, COUNT, torch.zeros(COUNT, device="cuda"), EMPTY["empty"]())
 
 

@@ -375,9 +375,11 @@ def _args() -> list[object]:
     return [torch.zeros(32), torch.zeros(32), 1.0, 0, None]
 
 
+ALONE = ".version 8.7\n.target sm_100a\n.address_size 64\n.visible .entry alone()\n{\n  ret;\n}\n"
 REFUSED: list[tuple[str, Callable[[Device], object], str]] = [
     ("no entry", lambda vm: vm.launch(SCALE, "scal", 1, 1), "no entry 'scal'; its entries are: scale; did you mean"),
     ("too few", lambda vm: vm.launch(SCALE, "scale", 1, 1, 3), r"takes 5 arguments \(.u64 y, .*\) and is given 1"),
+    ("too many", lambda vm: vm.launch(ALONE, "alone", 1, 1, 3), r"^alone takes no arguments and is given 1$"),
     ("a word", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:2], "3", 0, None), r"argument 2 .*cannot be '3'"),
     ("half", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:3], 0.5, None), r"argument 3 .*cannot be 0\.5"),
     ("large", lambda vm: vm.launch(SCALE, "scale", 1, 1, *_args()[:3], 1 << 16, None), "argument 3 .*cannot be 65536"),

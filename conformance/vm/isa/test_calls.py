@@ -334,7 +334,7 @@ def test_warps_that_store_one_value_do_not_race(value: str, races: bool) -> None
             machine.launch(entry, (1, 1, 1), (64, 1, 1), [bytes(8)])  # pyright: ignore[reportArgumentType]
 
         if races:
-            with pytest.raises(Fault, match="nothing orders that after"):
+            with pytest.raises(Fault, match="nothing orders the two"):
                 launch()
         else:
             launch()

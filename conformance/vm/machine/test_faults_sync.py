@@ -293,6 +293,13 @@ DEADLOCKS = {
         "setp.eq.u32 %p1, %warp, 1; @%p1 ret;\nbar.sync 1, 64;\nret;",
         "barrier 1, where 32 of 64 threads have arrived",
     ),
+    "a barrier of all threads at which one warp waits for something else": (
+        f"""{ONE}{INIT}\n{SYNC}\nsetp.eq.u32 %p2, %warp, 0; @%p2 bra FIRST;
+        {wait("mbar", 0)}
+        FIRST: bar.sync 0;\nret;""",
+        "barrier 0, where 32 of 64 threads have arrived",
+        "mbarrier 0x400",
+    ),
     "a cluster barrier that a warp waits for in vain": (
         f"""{ONE}{INIT}\n{SYNC}\nsetp.eq.u32 %p2, %warp, 0; @%p2 bra FIRST;
         {wait("mbar", 0)}

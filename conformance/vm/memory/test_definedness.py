@@ -174,7 +174,7 @@ TRAVELS = {
         f"""add.u64 %rd1, %part, %rd8; {SLOT} cp.async.ca.shared.global [%r41], [%rd1], 4; cp.async.wait_all;
         ld.shared.b32 %r1, [%r41];""",
         SMEM,
-        ("byte 0 of `part`, which was never written", "reads it"),
+        ("byte 0 of `part`, which was not yet written", "reads it"),
     ),
     "from local memory": (
         "ld.local.b32 %r1, [own+8];",
@@ -360,7 +360,7 @@ def test_wgmma_makes_the_rows_of_undefined_rows() -> None:
     expected = np.where(np.arange(128) // 4 == 5, 0, 16)
     assert_clean(wgmma_kernel("@%p4 st.global.f32 [%rd3], %f0;"), {"out": expected}, SOME)
     assert_clean(wgmma_kernel("st.global.f32 [%rd3], %f2;"), {"out": np.full(128, 16)}, SOME)
-    clauses = ("byte 80 of `out`", "byte 0x450 of shared memory, which was never written")
+    clauses = ("byte 80 of `out`", "byte 0x450 of shared memory, which was not yet written")
     assert_blamed(wgmma_kernel("st.global.f32 [%rd3], %f0; //!"), "uninitialised-shared", *clauses, schedules=SOME)
 
 
@@ -399,7 +399,7 @@ def test_wgmma_in_a_loop_loses_each_column_of_an_undefined_row_of_b() -> None:
     for register, thread in (("%f0", 1), ("%f1", 2)):
         others = f"setp.ne.u32 %p4, %r1, {thread}; @%p4 st.global.f32 [%rd3], {register};"
         assert_clean(kernel(others), {"out": np.where(np.arange(128) % 4 == thread, 0, 48)}, SOME)
-        clauses = (f"byte {4 * thread} of `out`", "of shared memory, which was never written")
+        clauses = (f"byte {4 * thread} of `out`", "of shared memory, which was not yet written")
         assert_blamed(
             kernel(f"st.global.f32 [%rd3], {register}; //!"), "uninitialised-shared", *clauses, schedules=SOME
         )
@@ -448,7 +448,7 @@ def reduction(name: str, after: str, stored: str = "%tx", before: str = "") -> K
 @pytest.mark.parametrize("name", REDUCED)
 def test_a_reduction_into_memory_that_nobody_wrote(name: str) -> None:
     rule = "uninitialised-shared" if "shared" in name else "uninitialised-global"
-    clauses = ("decides where this branch goes", "which was never written", "stored the value")
+    clauses = ("decides where this branch goes", "which was not yet written", "stored the value")
     assert_blamed(reduction(name, JUMP), rule, *clauses, schedules=SOME)
     assert_clean(reduction(name, "st.global.b32 [%rd9], %tx;"), {"out": LANES}, SOME)
 
@@ -464,7 +464,7 @@ def test_a_box_reduced_into_a_tensor_that_nobody_wrote() -> None:
     store = STORE_BOX.replace("cp.async", "cp.reduce.async").replace("cta.tile", "cta.add.tile")
     decide = "cp.async.bulk.wait_group 0; ld.global.u32 %r1, [%out]; setp.eq.u32 %p9, %r1, 77;\n@%p9 bra END; //!"
     planted = copy_kernel({"store": store, "drain": decide}, unwritten=("out",))
-    assert_blamed(planted, "uninitialised-global", "byte 0 of `out`, which was never written", schedules=SOME)
+    assert_blamed(planted, "uninitialised-global", "byte 0 of `out`, which was not yet written", schedules=SOME)
     result = copy_kernel({"store": f"{store} //!"}, outputs=("out",))
     assert_blamed(result, "uninitialised-global", "is part of the result", "byte 0 of `out`", schedules=SOME)
 

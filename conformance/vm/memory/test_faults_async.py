@@ -153,7 +153,7 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
     "a source that nobody wrote": (
         {"load": "", "wait": "", "compute": "", "store": f"{STORE} //!"},
         "uninitialised-shared",
-        ("byte 0 of `out`", "is part of the result", "byte 0x400 of shared memory, which was never written"),
+        ("byte 0 of `out`", "is part of the result", "byte 0x400 of shared memory, which was not yet written"),
     ),
     "a destination askew": (
         {"load": f"add.u32 %r41, %r41, 64;\n{EXPECT}\n{LOAD} //!"},

@@ -132,7 +132,17 @@ def test_races_for_bytes(name: str, schedule: str, monkeypatch: pytest.MonkeyPat
 def test_a_race_names_the_byte() -> None:
     found, _ = collected(warps(ST, f"bar.warp.sync -1; {LD}"), "late_warp:1")
     assert [one.address for one in found] == [0x401], [str(one) for one in found]
-    assert "this byte is read, but nothing orders that after warp 0 wrote it" in str(found[0])
+    assert "this byte is read after warp 0 wrote it at " in str(found[0])
+
+
+@pytest.mark.parametrize("schedule", ["late_warp:0", "late_warp:1"])
+def test_a_race_says_that_either_access_may_come_first(schedule: str) -> None:
+    """The machine meets one order, and the reader may look for the other one."""
+    store, load = "st.shared.b32 [%r4], 1;", "ld.shared.b32 %r1, [%r4];"
+    (one,), _ = collected(warps(store, load), schedule)
+    by, did, other = ("overwritten", "read", 1) if schedule == "late_warp:0" else ("read", "wrote", 0)
+    assert f"this 4-byte word is {by} after warp {other} {did} it at PTX line " in str(one), one
+    assert ", but nothing orders the two, which may happen in either order: a barrier" in str(one), one
 
 
 STORE_OWN = "st.shared.b16 [%r5], %h1;"

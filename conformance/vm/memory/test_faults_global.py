@@ -255,7 +255,7 @@ def spill(read: str, write: str = KEEP, unwritten: tuple[str, ...] = ("part",)) 
 def test_what_nobody_stored_is_not_read(name: str) -> None:
     """Found whatever the bytes hold: a missing initialisation is found even if the noise looks like the value."""
     kernel = spill(READERS[name], write="setp.lt.u32 %p1, %tx, 31; @%p1 st.global.b32 [%rd2], %tx;")
-    assert_blamed(kernel, "uninitialised-global", "of `part`, which was never written")
+    assert_blamed(kernel, "uninitialised-global", "of `part`, which was not yet written")
 
 
 @pytest.mark.parametrize("name", [name for name in READERS if name != "half of a wider load"])
@@ -276,7 +276,7 @@ def test_an_exchange_initialises_what_nobody_wrote(kind: str) -> None:
     assert_clean(replace(keep, buffers=buffers), {"out": np.arange(32)}, schedules=("eager",))
     narrow = "" if kind == "b32" else "cvt.u32.u64 %r1, %rd5;"
     used = replace(spill(narrow, write=exchange), buffers=buffers)
-    assert_blamed(used, "uninitialised-global", "of `part`, which was never written", schedules=("eager",))
+    assert_blamed(used, "uninitialised-global", "of `part`, which was not yet written", schedules=("eager",))
 
 
 CLAMPS = {
@@ -298,7 +298,7 @@ def test_a_clamp_decides_what_an_undefined_value_may_be(name: str) -> None:
     if decided:
         kernel.run()
     else:
-        assert_blamed(kernel, "uninitialised-global", "of `part`, which was never written", schedules=("eager",))
+        assert_blamed(kernel, "uninitialised-global", "of `part`, which was not yet written", schedules=("eager",))
 
 
 def test_an_element_that_nobody_uses() -> None:

@@ -115,7 +115,7 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
     "dealloc before the others have read": (
         {"out": RELAXED_OUT, "free": f"{SPIN_UNTIL_STORED}\n" + STAGES["free"].replace(SYNC, "").strip() + " //!"},
         "tmem-race",
-        ("tcgen05.dealloc frees", "nothing orders that after warp", "read it"),
+        ("tcgen05.dealloc frees", " after warp", "read it", "nothing orders the two"),
     ),
     "alloc after relinquish": (
         {
@@ -138,12 +138,12 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
     "tensor memory that nobody wrote": (
         {"read": STAGES["read"].replace("[%r44]", "[%r44+16]"), "out": STORED},
         "uninitialised-tmem",
-        ("byte 0 of `out`", "of tensor memory, which was never written", "reads it"),
+        ("byte 0 of `out`", "of tensor memory, which was not yet written", "reads it"),
     ),
     "accumulating onto nothing": (
         {"before": STAGES["before"].replace("setp.ne.u32 %p1", "setp.eq.u32 %p1"), "out": STORED},
         "uninitialised-tmem",
-        ("byte 0 of `out`", "of tensor memory, which was never written", "reads it"),
+        ("byte 0 of `out`", "of tensor memory, which was not yet written", "reads it"),
     ),
     "a store that is not waited for, read by its own warp": (
         {"issue": COMMIT, "read": f"{FILL_REGISTERS}\n{STORE}\n{LOAD} //!"},
@@ -228,7 +228,7 @@ PLANTED: dict[str, tuple[dict[str, str], str, tuple[str, ...]]] = {
     "an operand that nobody wrote": (
         {"fill": "", "out": STORED},
         "uninitialised-shared",
-        ("byte 0 of `out`", "byte 0x400 of shared memory, which was never written", "reads it"),
+        ("byte 0 of `out`", "byte 0x400 of shared memory, which was not yet written", "reads it"),
     ),
     "an operand overwritten before the commit is waited for": (
         {"wait": "@!%p3 st.shared.b32 [a], %tx; //!\n" + STAGES["wait"]},

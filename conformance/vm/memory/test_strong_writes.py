@@ -139,7 +139,7 @@ def test_a_finding_names_both_accesses_and_both_scopes() -> None:
         "CTA (1, 0, 0), warp 0",
         "byte 0 of `word` is written by an atomic of scope .cta",
         "warp 0 of CTA (0, 0, 0) wrote it by a strong access of scope .cluster",
-        f"at PTX line {one.line - 1}: ",
+        f"at PTX line {one.line - 1}, ",
         ".gpu or wider",
     )
     for clause in clauses:
@@ -253,7 +253,7 @@ def test_atomics_in_shared_memory_of_another_cta(name: str, scope: str) -> None:
         assert_clean(kernel, {"word": np.array([2 if name == "a word" else 1 << 16])}, EVERY_SCHEDULE)
     else:
         # The swap of CTA 0 fails where that of CTA 1 came first.
-        unit = "this granule is written by an atomic" if name == "a word" else "this byte is "
+        unit = "this 4-byte word is written by an atomic" if name == "a word" else "this byte is "
         assert_blamed(kernel, "scope-too-narrow", unit, "of scope .cta", "CTA rank", ".cluster or wider")
 
 
