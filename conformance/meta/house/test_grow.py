@@ -200,39 +200,43 @@ class WarpRows:
 BACKEND = WarpRows()
 '''
 
-BYTES_PY = '''\
-"""Sums of absolute differences of bytes, an instruction that no ISA has."""
+STORES_PY = '''\
+"""Stores to global memory that a thread does not wait for."""
 
-import numpy as np
+from dataclasses import replace
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import opcode
-from backends.vm.bind.binder import lanewise
+from backends.vm.isa.memory_access import st
 
 
-def _sum(a, b, c):
-    x, y = (np.ascontiguousarray(row).view(np.uint8).reshape(-1, 4).astype(np.int64) for row in (a, b))
-    return (c + np.abs(x - y).sum(axis=1)).astype(np.uint32)
-
-
-@opcode("sad.u8x4", section="9.7.1.7")
-def sad_bytes(b: Binder):
-    """c + |a0 - b0| + ... + |a3 - b3| of the bytes of a and b, wrapping."""
-    return lanewise(b, "u32", _sum, 3)
+@opcode("st.async.release.<scope>{.<space>}.<type>", section="9.7.9.12", counter="memory",
+        scope="gpu sys", space="global", type="u32 s32 f32")  # fmt: skip
+def st_async_release(b: Binder):
+    """Store at once, which is one of the times at which it may be."""
+    return st(replace(b, words={**b.words, "vec": "", "sem": "release"}))
 '''
 
-BYTES_TEST = '''\
-"""sad.u8x4 against Python's integers."""
+STORES_TEST = '''\
+"""st.async.release stores, for a target that has it."""
 
 import numpy as np
+import pytest
 
-from conformance.vm.kernel import run_ptx
+from backends.vm.faults import UnknownInstructionError
+from conformance.vm.kernel import Kernel
+
+BODY = "st.async.release.gpu.global.u32 [%out], 7; ret;"
 
 
-def test_sad_bytes() -> None:
-    given = {"a": np.array([0x0109, 0xFF], np.uint32), "b": np.array([0x0402, 0x01], np.uint32), "c": np.uint32(10)}
-    written = run_ptx("sad.u8x4 %d, %a, %b, %c;", given, {"d": np.uint32})["d"]
-    assert written.tolist() == [20, 264]
+def test_it_stores() -> None:
+    launch = Kernel(BODY, {"out": np.zeros(1, np.uint32)}, block=(1, 1, 1), target="sm_100a").run("eager")
+    assert launch.buffers["out"].view(np.uint32).tolist() == [7]
+
+
+def test_hopper_lacks_it() -> None:
+    with pytest.raises(UnknownInstructionError, match="it needs target sm_100 or higher"):
+        Kernel(BODY, {"out": np.zeros(1, np.uint32)}, block=(1, 1, 1), target="sm_90a").run("eager")
 '''
 
 REGISTERED = '[project.entry-points."megamoe.backends"]\n'
@@ -245,8 +249,8 @@ OP = {"specs/rmsnorm.yaml": lambda text: RMSNORM_YAML, "megamoe/ops/rmsnorm.py":
 KERNEL = {"backends/warp_rows/__init__.py": lambda text: BACKEND_PY}
 LINE = {"pyproject.toml": lambda text: _after(text, REGISTERED, 'warp-rows = "backends.warp_rows:BACKEND"\n')}
 OPCODE = {
-    "backends/vm/isa/byte_sums.py": lambda text: BYTES_PY,
-    "conformance/vm/isa/test_byte_sums.py": lambda text: BYTES_TEST,
+    "backends/vm/isa/release_stores.py": lambda text: STORES_PY,
+    "conformance/vm/isa/test_release_stores.py": lambda text: STORES_TEST,
 }
 ADDED = {**SHAPE, **OP, **KERNEL, **LINE, **OPCODE}
 """File -> (its text, "" for a new one -> its text with the addition)."""
@@ -325,7 +329,7 @@ def run(tree: Path) -> Iterator[Run]:
 
 
 LAWS = "conformance/kernels/laws/test_laws.py"
-OPCODES = ("conformance/vm/isa/test_byte_sums.py", "conformance/vm/isa/test_coverage.py")
+OPCODES = ("conformance/vm/isa/test_release_stores.py", "conformance/vm/isa/test_coverage.py")
 SPECS = ("conformance/meta/spec/test_spec.py", "conformance/meta/house/test_more_than_one_op.py")
 
 
