@@ -105,6 +105,7 @@ def write_answers(answers: Answers) -> None:
         groups[shared].append(f"{one.opcode} {one.operands}")
     text = json.dumps({"ptxas": answers.ptxas, "answers": groups}, indent=0)
     DATA.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+    read_answers.cache_clear()
 
 
 @cache

@@ -217,6 +217,8 @@ from backends.vm.isa.memory_access import st
         scope="gpu sys", space="global", type="u32 s32 f32")  # fmt: skip
 def st_async_release(b: Binder):
     """Store at once, which is one of the times at which it may be."""
+    _, value = b.expect(2)
+    b.source(value, "u32")  # which refuses a wider register, as ptxas does
     return st(replace(b, words={**b.words, "vec": "", "sem": "release"}))
 '''
 
@@ -379,6 +381,16 @@ def test_a_change_costs_what_the_readme_says(tree: Path) -> None:
     differs."""
     assert (len(SHAPE), len(OP), len(KERNEL), len(LINE), len(OPCODE)) == (1, 2, 1, 1, 2)
     assert sorted(_differing(tree)) == sorted(ADDED)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_the_pages_name_what_else_an_addition_needs(page: str) -> None:
+    """Each is a command or file that the tests here use, and without which a test in the tree would fail."""
+    text = " ".join((ROOT / page).read_text("utf-8").split())
+    needed = ("python -m conformance.acceptance", "python -m backends.vm.coverage > results/coverage.md")
+    needed += ("backends/vm/bind/availability.py", "conformance/expected.yaml", "megamoe accept")
+    missing = [one for one in needed if one not in text]
+    assert not missing, f"{page} does not say that an addition needs {missing}"
 
 
 def test_a_new_shape_is_in_the_matrix_and_passes(run: Run) -> None:
