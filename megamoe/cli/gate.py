@@ -115,9 +115,6 @@ def gate(
     for note in evidence.notes:
         out.print(note, markup=False)
     print_verdict(verdict, evidence.records, summed_up=done.cut_short if done else "")
-    if verdict.passed:
-        told = open_line(verdict, held, evidence.records, evidence.figures)
-        out.print(told, style="bold green", markup=False, highlight=False, soft_wrap=True)
     changed = {finding.row for finding in verdict.findings if finding.accept and finding.row}
     if len(changed) > 1:
         out.print(f"All of these at once: {command('--all-of', glob_of(changed))}", markup=False)
@@ -127,9 +124,12 @@ def gate(
         with _nothing_collected():
             write_junit(junit, verdict, evidence.figures, evidence.started)
         out.print(f"JUnit XML: {junit}", markup=False)
-    if not verdict.passed:
+    if verdict.passed:
+        told, colour = open_line(verdict, held, evidence.records, evidence.figures), "bold green"
+    else:
         _tell_of_excuses(verdict, known, rules)
-        out.print(closed_line(verdict), style="bold red", markup=False, highlight=False, soft_wrap=True)
+        told, colour = closed_line(verdict), "bold red"
+    out.print(told, style=colour, markup=False, highlight=False, soft_wrap=True)
     if done is not None:
         end_if_cut_short(done)
     raise typer.Exit(0 if verdict.passed else 1)

@@ -72,19 +72,25 @@ def _globs(record: Record) -> Iterator[str]:
     op, _, axes = record.case.partition(":")
     yield record.case
     yield f"{op}:*"
-    for number, axis in enumerate(axes.split(",")):
-        yield f"{op}:*,{axis}*" if number else f"{op}:{axis},*"
+    first, *rest = axes.split(",")
+    yield f"{op}:{first},*"
+    for axis in rest:
+        # A number must end where it ends in the id: s_k=1 is no s_k=128.
+        end = "*" if not axis[-1].isdigit() else "" if axis == rest[-1] else ",*"
+        yield f"{op}:*,{axis}{end}"
 
 
 def _entry(glob: str, example: Record, today: date) -> ExpectedEntry:
     row: Row = example.row
-    return ExpectedEntry(
-        case=glob,
-        backend=row.backend,
-        target=example.target,
-        executor=row.executor,
-        status="unsupported",
-        reason=f"The backend refuses it: {_why(example)}",
-        expires=today + timedelta(days=MAX_DAYS),
-        example=row.case,
+    return ExpectedEntry.model_validate(
+        {
+            "case": glob,
+            "backend": row.backend,
+            "target": row.target,
+            "executor": row.executor,
+            "status": "unsupported",
+            "reason": f"The backend refuses it: {_why(example)}",
+            "expires": today + timedelta(days=MAX_DAYS),
+            "example": row.case,
+        }
     )

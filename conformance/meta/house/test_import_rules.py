@@ -541,6 +541,11 @@ def test_what_is_allowed_passes(path: str, text: str) -> None:
     assert [sentence for rule in RULES for sentence in broken(rule, path, text)] == []
 
 
+def test_the_example_of_a_backend_may_become_a_room() -> None:
+    text = (ROOT / "examples" / "my_backend.py").read_text("utf-8")
+    assert [sentence for rule in RULES for sentence in broken(rule, "backends/mine/__init__.py", text)] == []
+
+
 MIN_LINES = 4
 """Shorter bodies may be alike by nature: an entry's name, an error class."""
 
