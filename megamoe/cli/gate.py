@@ -144,7 +144,7 @@ def _tell_of_excuses(verdict: Verdict, known: Mapping[str, Spec], rules: Rules) 
         where = "a file whose first line is `expected:`, named with --expected FILE"
     else:
         where = str(rules.expected or "conformance/expected.yaml")
-    out.print(f"A row that a backend does not support needs an entry in {where}. These excuse all of them:")
+    out.print(f"A row that a backend does not support needs an entry in {where}. For rows of a matrix these do:")
     for entry in entries:
         out.print(on_one_line(as_yaml(entry)), markup=False, highlight=False, soft_wrap=True)
 

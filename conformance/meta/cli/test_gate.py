@@ -265,7 +265,7 @@ def test_what_the_gate_prints_excuses_what_a_backend_does_not_support(capsys: py
     assert main(gate) == 1
     out = capsys.readouterr().out
     assert out.endswith("the gate is closed: 1 unsupported row\n"), out
-    told, _, entries = out.partition("needs an entry in e.yaml. These excuse all of them:\n")
+    told, _, entries = out.partition("needs an entry in e.yaml. For rows of a matrix these do:\n")
     assert entries, f"the file is not named: {told}"
     lines = [line for line in entries.splitlines() if line.startswith("  - ")]
     Path("e.yaml").write_text("expected:\n" + "\n".join(lines) + "\n")
