@@ -1,4 +1,4 @@
-"""A backend of your own: attention by one CTA a query row, for at most 128 keys. Not fast, but complete.
+"""A backend of your own: attention by one CTA a query row, for at most 128 keys, not fast but complete.
 
 megamoe run --backend my_backend:BACKEND --case fmha:hd=64,t=1,s_k=128      (with PYTHONPATH=examples)
 """

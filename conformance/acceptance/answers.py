@@ -22,7 +22,7 @@ from backends.vm.bind.availability import Version
 from backends.vm.bind.forms import REFUSED
 from conformance import ROOT
 from conformance.acceptance.machine import why_not_available, why_not_bound
-from conformance.acceptance.spellings import FRAME, Question, questions
+from conformance.acceptance.spellings import FRAME, Question
 from megamoe.contract.scratch import scratch_folder
 
 DATA = ROOT / "results" / "acceptance.json.gz"
@@ -47,22 +47,31 @@ class Answers:
     since: Mapping[Question, Mapping[str, Version]]
 
 
-def asked() -> Answers:
-    """Asks the newest ptxas on this host. UnsupportedError without one."""
+def asked(every: Sequence[Question], held: Answers | None = None) -> Answers:
+    """Asks the newest ptxas on this host. UnsupportedError without one.
+
+    `held`: answers to keep if this ptxas gave them, so that only what they lack is asked.
+    """
     ptxas = find_ptxas()
     said = subprocess.run([str(ptxas), "--version"], capture_output=True, text=True, check=True).stdout
-    every = questions()
+    version = re.findall(r"V([\d.]+)", said)[-1]
+    known = held.since if held is not None and held.ptxas == version else {}
+    new = _since(ptxas, [one for one in every if one not in known])
+    return Answers(version, {one: known[one] if one in known else new[one] for one in every})
+
+
+def _since(ptxas: Path, every: Sequence[Question]) -> Mapping[Question, Mapping[str, Version]]:
     since: dict[Question, dict[str, Version]] = {one: {} for one in every}
     with scratch_folder("acceptance") as folder:
         for target, oldest in TARGETS.items():
             left: Sequence[Question] = every
             for version in VERSIONS:
-                if version < oldest:
+                if version < oldest or not left:
                     break
                 left = _taken(ptxas, folder, left, target, version)
                 for one in left:
                     since[one][target] = version
-    return Answers(re.findall(r"V([\d.]+)", said)[-1], since)
+    return since
 
 
 def _taken(ptxas: Path, folder: Path, given: Sequence[Question], target: str, version: Version) -> Sequence[Question]:
@@ -96,6 +105,7 @@ def write_answers(answers: Answers) -> None:
         groups[shared].append(f"{one.opcode} {one.operands}")
     text = json.dumps({"ptxas": answers.ptxas, "answers": groups}, indent=0)
     DATA.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+    read_answers.cache_clear()
 
 
 @cache

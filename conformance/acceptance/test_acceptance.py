@@ -4,21 +4,25 @@ differences."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from backends.vm import coverage
 from backends.vm.bind import availability
-from backends.vm.bind.availability import Feature
+from backends.vm.bind.availability import Feature, Version
 from backends.vm.bind.forms import REFUSED, Form, all_forms, find
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.load import load
 from backends.vm.ptx.ast import Instruction
-from conformance.acceptance.answers import DATA, TABLE, Answers, Comparison, as_markdown, compared, read_answers
+from conformance.acceptance import answers
+from conformance.acceptance.answers import DATA, TABLE, Answers, Comparison, as_markdown, asked, compared, read_answers
 from conformance.acceptance.machine import why_not_bound
 from conformance.acceptance.spellings import Question, questions
+from megamoe.contract.counted import counted
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +33,29 @@ def found() -> Comparison:
 def test_every_question_was_asked() -> None:
     """A new form brings new spellings, and ptxas must be asked about them."""
     missing = [one.text() for one in questions() if one not in read_answers().since]
-    assert not missing, f"{len(missing)} spellings are not in {DATA.name}: python -m conformance.acceptance: " + (
-        "; ".join(missing[:5])
+    assert not missing, (
+        f"{DATA.name} lacks {counted(len(missing), 'question')}, such as {' '.join(missing[:5])} "
+        "Run python -m conformance.acceptance"
     )
+
+
+def test_what_was_answered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of the same ptxas are kept, those of another are not; what is no question any more goes."""
+    put: list[Question] = []
+
+    def since(ptxas: Path, every: Sequence[Question]) -> dict[Question, dict[str, Version]]:
+        put.extend(every)
+        return {one: {"sm_90a": (9, 0)} for one in every}
+
+    monkeypatch.setattr(answers, "_since", since)
+    old, gone, new = (Question(opcode, "r; r; r") for opcode in ("add.u32", "add.nothing", "sub.u32"))
+    first = asked([old])
+    assert put == [old], "without answers everything is asked"
+    kept = replace(first, since={old: {"sm_100a": (8, 6)}, gone: {}})
+    assert asked([new, old], kept).since == {new: {"sm_90a": (9, 0)}, old: {"sm_100a": (8, 6)}}
+    assert put == [old, new], "an answer of the same ptxas was asked for again"
+    asked([old], replace(kept, ptxas="1.0"))
+    assert put == [old, new, old], "an answer of another ptxas was kept"
 
 
 def test_the_machine_takes_nothing_that_ptxas_refuses(found: Comparison) -> None:

@@ -28,16 +28,17 @@ from megamoe.cli.options import (
     with_options,
 )
 from megamoe.cli.run import Conducted, How, conduct, end_if_cut_short, plan_of, selection_in
-from megamoe.cli.terminal import console, print_verdict
+from megamoe.cli.terminal import console, on_one_line, print_verdict
 from megamoe.contract import Row
 from megamoe.contract.counted import counted
 from megamoe.gate.accept import Seen, glob_of, rows_matching, seen_in, take
 from megamoe.gate.baseline import VM_BASELINE, Baseline, baseline_for, read_baseline, sole_writer, write_baseline
 from megamoe.gate.counters import Claim, against_baseline
 from megamoe.gate.evidence import checked
+from megamoe.gate.excuse import as_yaml, excusing
 from megamoe.gate.expected import Expectation, stale_entries
 from megamoe.gate.shards import Absent, Again, absent_shards, changed_since, shards_twice
-from megamoe.gate.verdict import Finding, Verdict, judge_run, open_line
+from megamoe.gate.verdict import Finding, Verdict, closed_line, judge_run, open_line
 from megamoe.records.files import RUNS, RecordFile, check_place, files_in, newest_run, read_records
 from megamoe.records.lines import Acceptance, Figures, Record, RecordError, RunHeader, Signature
 from megamoe.records.provenance import digests_of, git_revision
@@ -114,9 +115,6 @@ def gate(
     for note in evidence.notes:
         out.print(note, markup=False)
     print_verdict(verdict, evidence.records, summed_up=done.cut_short if done else "")
-    if verdict.passed:
-        told = open_line(verdict, held, evidence.records, evidence.figures)
-        out.print(told, style="bold green", markup=False, highlight=False, soft_wrap=True)
     changed = {finding.row for finding in verdict.findings if finding.accept and finding.row}
     if len(changed) > 1:
         out.print(f"All of these at once: {command('--all-of', glob_of(changed))}", markup=False)
@@ -126,9 +124,29 @@ def gate(
         with _nothing_collected():
             write_junit(junit, verdict, evidence.figures, evidence.started)
         out.print(f"JUnit XML: {junit}", markup=False)
+    if verdict.passed:
+        told, colour = open_line(verdict, held, evidence.records, evidence.figures), "bold green"
+    else:
+        _tell_of_excuses(verdict, known, rules)
+        told, colour = closed_line(verdict), "bold red"
+    out.print(told, style=colour, markup=False, highlight=False, soft_wrap=True)
     if done is not None:
         end_if_cut_short(done)
     raise typer.Exit(0 if verdict.passed else 1)
+
+
+def _tell_of_excuses(verdict: Verdict, known: Mapping[str, Spec], rules: Rules) -> None:
+    """Prints entries for the rows that a backend does not support, and where they go."""
+    out, entries = console(), excusing(verdict, known, date.today())
+    if not entries:
+        return
+    if rules.expected is None and rules.specs is not None:
+        where = "a file whose first line is `expected:`, named with --expected FILE"
+    else:
+        where = str(rules.expected or "conformance/expected.yaml")
+    out.print(f"A row that a backend does not support needs an entry in {where}. For rows of a matrix these do:")
+    for entry in entries:
+        out.print(on_one_line(as_yaml(entry)), markup=False, highlight=False, soft_wrap=True)
 
 
 def _unsigned(file: RecordFile, keys: frozenset[str]) -> list[str]:

@@ -191,6 +191,30 @@ def open_line(
     return f"the gate is open: {told}" + (f"; {counted(without, 'row')} passed without a line there" if without else "")
 
 
+_CLOSED_BY: Mapping[FindingKind, str] = {
+    "expectation": "wrong expectation",
+    "empty": "empty selection",
+    "not owed": "unowed row",
+    "gone": "lost row",
+    "figures": "unmeasured program",
+    "renew": "improved row",
+    "revision": "stale run",
+    "evidence": "evidence fault",
+}
+
+
+def closed_line(verdict: Verdict) -> str:
+    """One sentence for a verdict that did not pass: what closes the gate, each row counted once for each reason."""
+    found: dict[str, set[object]] = {}
+    for finding in verdict.findings:
+        if finding.closes:
+            record = verdict.records.get(finding.row) if finding.row else None
+            status = record.status if record else "failed"
+            name = f"{status} row" if finding.kind == "status" else _CLOSED_BY.get(finding.kind, f"{finding.kind} row")
+            found.setdefault(name, set()).add(finding.row or finding.sentence)
+    return f"the gate is closed: {', '.join(counted(len(of), name) for name, of in found.items())}"
+
+
 def _compiler_figures(baseline: Baseline, rows: Iterable[Row], figures: Iterable[Figures]) -> int:
     programs = {Key.of(row).program for row in rows}
     keyed = ((Key.of(line), line) for line in figures)

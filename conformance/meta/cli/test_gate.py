@@ -253,6 +253,35 @@ def test_records_of_another_revision_are_noted_and_close_a_strict_gate(
     assert len(list(ElementTree.parse("gate.xml").iter("failure"))) == strict, "CI reads the JUnit file"
 
 
+def test_what_the_gate_prints_excuses_what_a_backend_does_not_support(capsys: pytest.CaptureFixture[str]) -> None:
+    """The entries go to the file that is named, and cover no row that passes."""
+    _accept_all(*GOOD[:2])
+    refused = NEIGHBOUR._replace(case="fmha:hd=64,t=1,s_k=1,causal=true")
+    owed = ["--case", ROW.case, "--case", refused.case, "--backend", "ptx", "--target", "sm_100a"]
+    gate = ["gate", "run.jsonl", *owed, "--baseline", "base.jsonl", "--expected", "e.yaml"]
+    Path("e.yaml").write_text("expected: []\n")
+    _run_of(*GOOD[:2], judged(refused, status="unsupported"), expected=Path("e.yaml"))
+    capsys.readouterr()
+    assert main(gate) == 1
+    out = capsys.readouterr().out
+    assert out.endswith("the gate is closed: 1 unsupported row\n"), out
+    told, _, entries = out.partition("needs an entry in e.yaml. For rows of a matrix these do:\n")
+    assert entries, f"the file is not named: {told}"
+    lines = [line for line in entries.splitlines() if line.startswith("  - ")]
+    Path("e.yaml").write_text("expected:\n" + "\n".join(lines) + "\n")
+    _run_of(*GOOD[:2], judged(refused, status="unsupported"), expected=Path("e.yaml"))
+    assert main(gate) == 0, capsys.readouterr().out
+
+
+def test_a_closed_gate_says_so_in_its_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    _accept_all(*GOOD)
+    _run_of(judged(ROW, WORSE), compiled(ROW), judged(NEIGHBOUR, status="failed"), compiled(NEIGHBOUR))
+    capsys.readouterr()
+    assert main([*GATE, "--junit", "gate.xml"]) == 1
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "the gate is closed: 1 failed row, 1 regressed row"
+
+
 def test_a_new_row_closes_the_gate_until_it_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     _accept_all(*GOOD[:2])
     _run_of(*GOOD)

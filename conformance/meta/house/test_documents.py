@@ -54,6 +54,44 @@ def test_every_room_is_named() -> None:
     assert not missing, f"CONTRIBUTING.md does not name these rooms: {missing}"
 
 
+ROOMS = {
+    **{(name, "megamoe"): f"conformance/meta/*{name}*" for name in MEGAMOE if name.isidentifier() and name[0] != "_"},
+    **{(name, "backends/vm"): f"conformance/vm/{name}" for name in VM if name not in ("load", "coverage")},
+}
+"""Room and its parent -> where CONTRIBUTING.md says that its tests are, unless it makes an exception."""
+(_EXCEPTIONS,) = re.findall(r"^Rooms whose tests lie elsewhere: (.*?)\n\n", CONTRIBUTING, re.MULTILINE | re.DOTALL)
+ELSEWHERE = {
+    room: place
+    for rooms, place in re.findall(r"((?:`\w+`,? )+)in `([\w/]+)`", " ".join(_EXCEPTIONS.split()))
+    for room in re.findall(r"\w+", rooms)
+}
+
+
+def _with_tests(pattern: str) -> list[Path]:
+    """Files of tests, and folders that hold some, that a shell finds for `pattern`."""
+    found = sorted(ROOT.glob(pattern))
+    return [one for one in found if one.name.startswith("test_") or next(one.glob("test_*.py"), None)]
+
+
+@pytest.mark.parametrize(("room", "parent"), ROOMS)
+def test_every_room_leads_to_its_tests(room: str, parent: str) -> None:
+    said, place = _with_tests(ROOMS[room, parent]), ELSEWHERE.get(room)
+    if place is None:
+        assert said, f"`pytest -q {ROOMS[room, parent]}` finds nothing: CONTRIBUTING.md must say where the tests are"
+        return
+    assert not said, f"{room} needs no exception in CONTRIBUTING.md: {said[0]} is found"
+    assert _with_tests(place), f"CONTRIBUTING.md says that {place} tests {room}, and there are no tests"
+    module = re.escape(f"{parent}/{room}").replace("/", r"\W+(?:import )?")
+    texts = (file.read_text("utf-8") for file in (ROOT / place).glob("*.py"))
+    assert any(re.search(rf"\b{module}\b", text) for text in texts), f"nothing in {place} names {parent}/{room}"
+
+
+def test_an_exception_is_about_a_room() -> None:
+    unknown = set(ELSEWHERE) - {room for room, _ in ROOMS}
+    assert ELSEWHERE, "CONTRIBUTING.md makes no exceptions, so none was read"
+    assert not unknown, f"CONTRIBUTING.md says where the tests of {sorted(unknown)} are, which are no rooms"
+
+
 MENTIONED = set(re.findall(r"\b(?:conformance|megamoe|backends|results)/[\w/]+(?:\.\w+)+", CONTRIBUTING))
 
 

@@ -322,8 +322,13 @@ def a_room_states_its_rule(path: str, text: str, tree: ast.Module) -> Iterator[s
     """The first paragraph of an __init__.py is one sentence: the room's rule. More may follow."""
     if path.endswith("/__init__.py"):
         rule = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
-        if not rule.endswith(".") or ". " in rule:
-            yield f"{path}: the docstring must begin with the rule of this room, one sentence; it begins with {rule!r}"
+        sentences = len(re.findall(r"\.(?= |$)", rule))
+        if not rule.endswith(".") or sentences != 1:
+            fault = "does not end with a full stop" if rule and not rule.endswith(".") else f"has {sentences} sentences"
+            yield (
+                f"{path}: the first paragraph of the docstring is the rule of this room, one sentence; {rule!r} "
+                f"{fault if rule else 'is no sentence'}"
+            )
 
 
 def numbers_of_things_are_counted(path: str, text: str, tree: ast.Module) -> Iterator[str]:
@@ -491,9 +496,9 @@ PLANTED = [
     (names_say_what_is_inside, "megamoe/utils.py", "", "says nothing"),
     (names_say_what_is_inside, "megamoe/helpers/x.py", "", "says nothing"),
     (names_say_what_is_inside, "backends/vm/warp_manager.py", "", "says nothing"),
-    (a_room_states_its_rule, "megamoe/x/__init__.py", "", "one sentence"),
-    (a_room_states_its_rule, "megamoe/x/__init__.py", '"""Rows and columns"""', "one sentence"),
-    (a_room_states_its_rule, "megamoe/x/__init__.py", '"""Rows. And columns."""', "one sentence"),
+    (a_room_states_its_rule, "megamoe/x/__init__.py", "", "'' is no sentence"),
+    (a_room_states_its_rule, "megamoe/x/__init__.py", '"""Rows and columns"""', "does not end with a full stop"),
+    (a_room_states_its_rule, "megamoe/x/__init__.py", '"""Rows. And columns."""', "has 2 sentences"),
     (numbers_of_things_are_counted, "megamoe/x.py", 'f"a {len(x)} rows"', "{len(x)} rows is wrong for 1"),
     (
         numbers_of_things_are_counted,
@@ -534,6 +539,11 @@ def test_every_rule_has_a_planted_fault() -> None:
 )
 def test_what_is_allowed_passes(path: str, text: str) -> None:
     assert [sentence for rule in RULES for sentence in broken(rule, path, text)] == []
+
+
+def test_the_example_of_a_backend_may_become_a_room() -> None:
+    text = (ROOT / "examples" / "my_backend.py").read_text("utf-8")
+    assert [sentence for rule in RULES for sentence in broken(rule, "backends/mine/__init__.py", text)] == []
 
 
 MIN_LINES = 4
