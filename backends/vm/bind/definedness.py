@@ -20,10 +20,10 @@ from operator import and_, or_
 from typing import TYPE_CHECKING
 
 from backends.vm.bind.flow import Bound, FlowGraph
-from backends.vm.counting import count_nonzero
 from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Flow, Key, RegisterRows, Step
 from backends.vm.machine.undefined import Bits, all_bits, lanes_of, no_bits, spread
 from backends.vm.memory.definedness import Mask, Origin
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.ptx.ast import Negated
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ from backends.vm.bind.flow import (
 from backends.vm.bind.forms import Form, bind_in_ring, find, in_order
 from backends.vm.bind.lanes import RunFinder
 from backends.vm.bind.operand_types import misplaced, mistyped
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, UnknownInstructionError, counted
 from backends.vm.machine.code import (
     HANDLED,
@@ -46,6 +45,7 @@ from backends.vm.machine.code import (
 )
 from backends.vm.machine.special import RESERVED_OFFSETS
 from backends.vm.memory.shared import RESERVED
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.ptx.ast import Function, Instruction, Module, Symbol, Variable
 
 if TYPE_CHECKING:

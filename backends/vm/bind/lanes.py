@@ -24,7 +24,6 @@ from backends.vm.bind.binder import Binder
 from backends.vm.bind.definedness import PURE
 from backends.vm.bind.flow import Bound, touched_by
 from backends.vm.bind.forms import Bind, find
-from backends.vm.counting import address_of
 from backends.vm.faults import UnknownInstructionError
 from backends.vm.machine.code import (
     DTYPE_OF_VIEW,
@@ -41,6 +40,7 @@ from backends.vm.machine.code import (
 from backends.vm.machine.warp import Warp
 from backends.vm.numerics.compiled import ENTRY, linked
 from backends.vm.numerics.traced import INDEX, Traced, llvm_type
+from backends.vm.numpy_calls import address_of
 from backends.vm.ptx.ast import Immediate, Instruction, Negated, Operand, Pair, Register, Vector
 
 _POINTER: Final = ir.PointerType()

@@ -8,13 +8,13 @@ import numpy as np
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, counted, report
 from backends.vm.machine.code import NEXT, Wait, lanes_in
 from backends.vm.machine.cta import NAMED_BARRIERS, BarrierArrival, NamedBarrier
 from backends.vm.machine.warp import Gathering, Warp
 from backends.vm.memory.clocks import Clock
 from backends.vm.memory.lane_releases import EVERY
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.ptx.ast import Operand
 
 

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import ByLanes, Fault, OtherAccess, counted, report
 from backends.vm.machine.access import active, check_acquired, resolve
 from backends.vm.machine.code import Wait
@@ -25,6 +24,7 @@ from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.pieces import read_pieces, write_pieces
 from backends.vm.memory.shared import MAX_DYNAMIC, OFFSET_MASK, RANK_SHIFT
 from backends.vm.memory.strong_writes import PLAIN_ATOMIC
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.ptx.ast import Address, Operand
 from backends.vm.tensor.tensor_map import TensorMap, decode_tensor_map
 from backends.vm.tensor.tma_box import (

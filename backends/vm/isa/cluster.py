@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import ByLanes, Fault, OtherAccess, report
 from backends.vm.isa.bulk_copy import shared_address
 from backends.vm.machine.access import active
@@ -21,6 +20,7 @@ from backends.vm.memory.clocks import stamp
 from backends.vm.memory.definedness import Origin, lost_in_reduction
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.ptx.ast import Operand, Sink
 from backends.vm.tensor.tma_box import reduced, reduced_bytes
 

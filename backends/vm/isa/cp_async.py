@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import ByLanes, Fault
 from backends.vm.isa.mbarrier_ops import places
 from backends.vm.machine.access import active, check_acquired
@@ -20,6 +19,7 @@ from backends.vm.memory.clocks import ANYONE, Clock, stamp
 from backends.vm.memory.definedness import Mask, Origin
 from backends.vm.memory.global_memory import check_alignment
 from backends.vm.memory.mbarrier import MBarrier
+from backends.vm.numpy_calls import count_nonzero
 
 _PREFETCH = "L2::64B L2::128B L2::256B"
 Addresses = npt.NDArray[np.int64]

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
 from backends.vm.machine.warp import Mask, Warp
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.ptx.ast import Immediate
 
 Result = npt.NDArray[np.generic]

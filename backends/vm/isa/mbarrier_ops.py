@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import ByLanes, Fault, report
 from backends.vm.machine.access import active, resolve, visit
 from backends.vm.machine.code import LANES, NEXT, Wait
@@ -17,6 +16,7 @@ from backends.vm.machine.cta import Cta
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import OFFSET_MASK
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.ptx.ast import Operand, Register, Sink
 
 _SPACE = "shared shared::cta shared::cluster"

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, counted
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Key, place_of
@@ -25,6 +24,7 @@ from backends.vm.memory.definedness import Missing, Origin
 from backends.vm.memory.global_memory import check_alignment
 from backends.vm.memory.strong_writes import STRONG, Strong
 from backends.vm.numerics import f32, half
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.ptx.ast import Address, Operand, Sink, Symbol
 
 _TYPES = "b8 u8 s8 b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64 b128"

@@ -7,13 +7,13 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import counted
 from backends.vm.machine.code import LANES
 from backends.vm.machine.special import components, reads_in_part
 from backends.vm.machine.warp import Warp
 from backends.vm.memory.global_memory import LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW
 from backends.vm.numerics.traced import is_traced, taken
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.ptx.ast import Operand, Register, Sink, Vector
 
 _VIEW = {16: "u16", 32: "u32", 64: "u64", 128: "u64x2"}

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import AddressOf, Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, report
 from backends.vm.isa.mbarrier_ops import places
 from backends.vm.isa.ring_ops import check_multiplied
@@ -44,6 +43,7 @@ from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.tmem import LANES, Index, Words
 from backends.vm.numerics import accumulate
 from backends.vm.numerics.f32 import canonical
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.ptx.ast import Address, Operand, Vector
 from backends.vm.tensor.instruction_descriptor import (
     IGNORED_BITS,

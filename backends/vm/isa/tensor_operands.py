@@ -15,7 +15,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.machine.access import active
@@ -26,6 +25,7 @@ from backends.vm.memory.clocks import Clock, stamp
 from backends.vm.memory.definedness import Lost, Origin
 from backends.vm.memory.shared import SharedMemory
 from backends.vm.memory.tmem import LANES, Index, Words
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.tensor.instruction_descriptor import InstructionDescriptor, check_operand_swizzle
 from backends.vm.tensor.matrix_descriptor import (
     Major,

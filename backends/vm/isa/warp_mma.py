@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, SCRATCH_ROWS, RowIndex, index_of
@@ -22,6 +21,7 @@ from backends.vm.memory.compiled_access import UNDEFINED
 from backends.vm.numerics import accumulate
 from backends.vm.numerics.f32 import Float32
 from backends.vm.numerics.formats import F16, encode
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.tensor.fragments import (
     MATRIX_ROW_BYTES,
     Fragment,

@@ -13,7 +13,6 @@ from llvmlite import ir
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
 from backends.vm.bind.lanes import Cell, truth, writes
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine.code import LANES, WIDTH_OF_VIEW, Key, lanes_in
 from backends.vm.machine.undefined import all_bits, lanes_of, no_bits
@@ -21,6 +20,7 @@ from backends.vm.machine.warp import Warp
 from backends.vm.memory.lane_releases import EVERY
 from backends.vm.numerics import f32
 from backends.vm.numerics.traced import INDEX, Traced, llvm_type
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.ptx.ast import Instruction, Operand
 
 Lanes = npt.NDArray[np.bool_]

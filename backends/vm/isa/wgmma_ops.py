@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from backends.vm.bind.binder import Binder
 from backends.vm.bind.forms import Step, opcode
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.isa.bulk_copy import granules_of
 from backends.vm.isa.ring_ops import check_multiplied
@@ -30,6 +29,7 @@ from backends.vm.machine.warpgroup import Multiplication, Part, part_of, warpgro
 from backends.vm.memory.clocks import stamp
 from backends.vm.memory.definedness import Lost
 from backends.vm.numerics import accumulate
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.ptx.ast import Operand, Vector
 from backends.vm.tensor.fragments import (
     Elements,

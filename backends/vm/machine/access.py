@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import ByLanes, Fault, counted, report
 from backends.vm.machine.code import LANES
 from backends.vm.memory.clocks import Flag
@@ -16,6 +15,7 @@ from backends.vm.memory.global_memory import PARAM_WINDOW, SHARED_WINDOW, WINDOW
 from backends.vm.memory.pieces import read_pieces
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT, wavefronts
 from backends.vm.memory.strong_writes import Strong
+from backends.vm.numpy_calls import count_nonzero
 
 if TYPE_CHECKING:
     from backends.vm.machine.cta import Cta

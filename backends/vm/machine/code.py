@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import address_of
 from backends.vm.machine.paths import Deciding, idle_waits
 from backends.vm.memory.shared import dynamic_offset
 from backends.vm.memory.strong_writes import STRONG
+from backends.vm.numpy_calls import address_of
 from backends.vm.ptx.ast import Function, Immediate, Instruction, Variable
 from backends.vm.ptx.functions import SEPARATOR
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, report
 from backends.vm.machine import special
 from backends.vm.machine.code import LANES, STORAGE, Row, RowIndex, index_of, take_registers
@@ -23,6 +22,7 @@ from backends.vm.memory.mbarrier import MBarrier, Signaller
 from backends.vm.memory.shared import MBARRIER, OFFSET_MASK, RANK_SHIFT, RESERVED, SharedMemory
 from backends.vm.memory.tmem import TensorMemory
 from backends.vm.memory.tmem_waits import Room
+from backends.vm.numpy_calls import count_nonzero
 
 if TYPE_CHECKING:
     from backends.vm.machine.machine import Run

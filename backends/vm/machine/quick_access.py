@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import address_of
 from backends.vm.machine import access
 from backends.vm.machine.code import LANES, SCRATCH_PLACES, Key, first_lanes, place_of
 from backends.vm.machine.run_access import SITE, RunAccess, of_global, of_shared
@@ -21,6 +20,7 @@ from backends.vm.memory.compiled_access import CHANGED, CONFLICT, SERVED_SHIFT, 
 from backends.vm.memory.definedness import Missing
 from backends.vm.memory.global_memory import SHARED_WINDOW, WINDOW_SHIFT
 from backends.vm.memory.shared import OFFSET_MASK, RANK_SHIFT
+from backends.vm.numpy_calls import address_of
 
 if TYPE_CHECKING:
     from backends.vm.machine.warp import Warp

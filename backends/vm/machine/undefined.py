@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import report
 from backends.vm.machine.code import BYTES_OF_VIEW, LANES, STORAGE, WIDTH_OF_VIEW, Key, Step, first_lanes
 from backends.vm.memory.definedness import Mask, Origin
+from backends.vm.numpy_calls import count_nonzero
 
 if TYPE_CHECKING:
     from backends.vm.machine.code import Code

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import address_of, count_nonzero
 from backends.vm.faults import Fault
 from backends.vm.machine import access, special
 from backends.vm.machine.code import (
@@ -50,6 +49,7 @@ from backends.vm.memory.definedness import Sources
 from backends.vm.memory.lane_acquires import LaneAcquires
 from backends.vm.memory.lane_releases import EVERY, NOBODY
 from backends.vm.memory.tmem import Index
+from backends.vm.numpy_calls import address_of, count_nonzero
 
 if TYPE_CHECKING:
     from backends.vm.machine.cta import Cta

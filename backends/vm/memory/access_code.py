@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
-from backends.vm.counting import address_of, word_at
 from backends.vm.memory.clocks import EPOCH_BITS, EPOCH_MASK
 from backends.vm.memory.definedness import DEFINED
 from backends.vm.memory.marks import COMPARED, EVERY_BYTE, GRANULE, READ, WRITTEN
 from backends.vm.numerics.compiled import ENTRY, linked
+from backends.vm.numpy_calls import address_of, word_at
 
 NO: Final = -1
 """The answer of machine code that refuses. It has then changed nothing; the same holds for the answers below."""

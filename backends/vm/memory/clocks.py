@@ -24,8 +24,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
 from backends.vm.memory.lane_releases import LaneReads, LaneReleases
+from backends.vm.numpy_calls import count_nonzero
 
 ACCUMULATORS = 8
 """Accumulators of a CTA whose chains of MMAs are told apart; 512 columns hold four of 128."""

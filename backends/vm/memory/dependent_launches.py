@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, at_line, report
 from backends.vm.memory.clocks import WAITED, Clock
 from backends.vm.memory.global_memory import Addresses, Buffer
+from backends.vm.numpy_calls import count_nonzero
 
 if TYPE_CHECKING:
     from backends.vm.memory.global_races import Shadow

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, counted, report
 from backends.vm.memory.access_code import MemoryWords, places_change
 from backends.vm.memory.definedness import DEFINED, HIDDEN, Mask, Origin, Sources
 from backends.vm.memory.pieces import read_pieces
+from backends.vm.numpy_calls import count_nonzero
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]

@@ -23,7 +23,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import UNORDERED, Fault, OtherAccess, at_line, report
 from backends.vm.memory.access_code import GLOBAL_FIELDS, MemoryWords, places_change
 from backends.vm.memory.clocks import (
@@ -48,6 +47,7 @@ from backends.vm.memory.lanes import LaneMarks
 from backends.vm.memory.map_fences import MAP_HALF, MapFences
 from backends.vm.memory.map_reads import MapReads
 from backends.vm.memory.strong_writes import Scopes, Strong, left_out, report_narrow
+from backends.vm.numpy_calls import count_nonzero
 
 Dim3 = tuple[int, int, int]
 Addresses = npt.NDArray[np.int64]

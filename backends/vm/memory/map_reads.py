@@ -24,12 +24,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import Fault, OtherAccess, report
 from backends.vm.memory.access_code import places_change
 from backends.vm.memory.clocks import CLUSTER_SHIFT, Snapshot, seen_of, stamp
 from backends.vm.memory.global_memory import Buffer, GlobalMemory
 from backends.vm.memory.map_fences import MAP_HALF
+from backends.vm.numpy_calls import count_nonzero
 
 if TYPE_CHECKING:
     from backends.vm.memory.global_races import Accessor, GlobalAccesses, GlobalRaces

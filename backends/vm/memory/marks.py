@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
 from backends.vm.memory.clocks import Stamps
 from backends.vm.memory.lanes import LaneMarks
+from backends.vm.numpy_calls import count_nonzero
 
 Cells = npt.NDArray[np.int64]
 

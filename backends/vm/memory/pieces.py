@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
+from backends.vm.numpy_calls import count_nonzero
 
 _ELEMENTS = {size: np.dtype(name) for size, name in ((1, "u1"), (2, "u2"), (4, "u4"), (8, "u8"), (16, "V16"))}
 

@@ -15,7 +15,6 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import address_of, count_nonzero
 from backends.vm.faults import UNORDERED, Fault, OtherAccess, at_line, counted, report
 from backends.vm.memory import compiled_granules
 from backends.vm.memory.access_code import BYTE_FIELDS, NO, NO_ROOM, MemoryWords
@@ -45,6 +44,7 @@ from backends.vm.memory.marks import (
 )
 from backends.vm.memory.pieces import read_pieces
 from backends.vm.memory.strong_writes import Scopes, Strong, left_out, report_narrow
+from backends.vm.numpy_calls import address_of, count_nonzero
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]

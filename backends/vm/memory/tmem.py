@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
 from backends.vm.faults import UNORDERED, Fault, OtherAccess, at_line, counted, report
 from backends.vm.memory.clocks import (
     EPOCH_MASK,
@@ -28,6 +27,7 @@ from backends.vm.memory.clocks import (
 )
 from backends.vm.memory.definedness import Origin, Sources
 from backends.vm.memory.tmem_waits import Room, fewest, listed
+from backends.vm.numpy_calls import count_nonzero
 
 LANES = 128
 COLUMNS = 512

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
-from backends.vm.counting import address_of
 from backends.vm.numerics.traced import INDEX, Traced, holds_addresses
+from backends.vm.numpy_calls import address_of
 
 Words = npt.NDArray[np.uint32]
 

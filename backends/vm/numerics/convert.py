@@ -17,7 +17,6 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
 from backends.vm.numerics.cvt_scalar import (
     WIDTH,
     Bits,
@@ -42,6 +41,7 @@ from backends.vm.numerics.formats import (
     encode,
 )
 from backends.vm.numerics.traced import is_traced, taken
+from backends.vm.numpy_calls import count_nonzero
 
 Uint16 = npt.NDArray[np.uint16]
 Uint8 = npt.NDArray[np.uint8]

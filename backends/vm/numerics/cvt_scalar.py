@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
 from backends.vm.numerics import half
 from backends.vm.numerics.formats import (
     BF16,
@@ -26,6 +25,7 @@ from backends.vm.numerics.formats import (
     encode,
 )
 from backends.vm.numerics.traced import is_traced
+from backends.vm.numpy_calls import count_nonzero
 
 Bits = npt.NDArray[np.unsignedinteger]
 Function = Callable[..., Bits]

@@ -12,9 +12,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
 from backends.vm.numerics.formats import Float64, Rounding, add_to_odd, directed
 from backends.vm.numerics.traced import fused, is_traced
+from backends.vm.numpy_calls import count_nonzero
 
 Float32 = npt.NDArray[np.float32]
 Property = Literal["finite", "infinite", "number", "notanumber", "normal", "subnormal"]

@@ -10,8 +10,8 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
 from backends.vm.numerics.traced import is_traced, taken
+from backends.vm.numpy_calls import count_nonzero
 
 Float64 = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.uint32]

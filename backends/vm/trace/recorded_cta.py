@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import count_nonzero
 from backends.vm.machine.code import Block, Code, Step, Wait
 from backends.vm.machine.cta import NAMED_BARRIERS
 from backends.vm.machine.undefined import BecameUndefined
@@ -24,6 +23,7 @@ from backends.vm.memory.mbarrier import MBarrier
 from backends.vm.memory.shared import Addresses, Bytes, Granules, SharedMemory
 from backends.vm.memory.strong_writes import Strong
 from backends.vm.memory.tmem import Index, Part, TensorMemory
+from backends.vm.numpy_calls import count_nonzero
 from backends.vm.ptx.ast import Immediate, Instruction
 from megamoe.contract.trace import (
     CtaTrace,

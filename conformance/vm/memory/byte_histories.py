@@ -10,7 +10,6 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from backends.vm.counting import address_of
 from backends.vm.faults import Fault, collecting
 from backends.vm.memory import compiled_access
 from backends.vm.memory.access_code import NO, NO_ROOM
@@ -19,6 +18,7 @@ from backends.vm.memory.compiled_access import Kind
 from backends.vm.memory.marks import GRANULE
 from backends.vm.memory.shared import RESERVED, SharedMemory
 from backends.vm.memory.strong_writes import Strong
+from backends.vm.numpy_calls import address_of
 
 WARPS: Final = 4
 GRANULES: Final = 6
