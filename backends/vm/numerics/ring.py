@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from backends.vm.numerics.compiled import compiled
 from backends.vm.numerics.f32 import Float32
-from backends.vm.numerics.traced import taken
+from backends.vm.numerics.traced import is_traced, taken
 
 Elements = npt.NDArray[np.uint32]
 """Elements of the ring, each below SIZE. Their products fit in 32 bits."""
@@ -159,13 +159,18 @@ Operation = TypeVar("Operation", bound=Callable[..., Float32])
 
 
 def _lanewise(function: Operation) -> Operation:
-    """`function` of words of one shape as machine code: NumPy would make 20 to 60 calls of a microsecond."""
+    """`function` of words of one shape as machine code: NumPy would make 20 to 60 calls of a microsecond.
+
+    On traced words it is a part of other machine code.
+    """
 
     def of_words(*words: Words) -> Words:
         return function(*[one.view(np.float32) for one in words]).view(np.uint32)
 
     @wraps(function)
     def run(*values: Float32) -> Float32:
+        if is_traced(values[0]):
+            return function(*values)
         return compiled(of_words, len(values))(*[one.view(np.uint32) for one in values]).view(np.float32)
 
     return cast(Operation, run)
@@ -174,10 +179,6 @@ def _lanewise(function: Operation) -> Operation:
 @_lanewise
 def add(a: Float32, b: Float32) -> Float32:
     """a + b."""
-    return _added(a, b)
-
-
-def _added(a: Float32, b: Float32) -> Float32:
     return _tagged(_sum(a, b), a, b)
 
 
@@ -200,16 +201,12 @@ def _raised(values: Float32, base: Words) -> Elements:
 @_lanewise
 def sub(a: Float32, b: Float32) -> Float32:
     """a - b."""
-    return _added(a, _negated(b))
+    return add(a, negate(b))
 
 
 @_lanewise
 def mul(a: Float32, b: Float32) -> Float32:
     """a b."""
-    return _multiplied(a, b)
-
-
-def _multiplied(a: Float32, b: Float32) -> Float32:
     base_a, base_b = bases(a), bases(b)
     product = words_of(elements_of(a) * elements_of(b))
     product = _either(base_a > 0, _scaled(a, b), product)
@@ -223,13 +220,13 @@ def _turned(a: Float32, b: Float32, tag_a: Mask) -> Float32:
     """The product of two words of which one is a tag: `a` where `tag_a` is set, `b` elsewhere."""
     tag, factor = _either(tag_a, a, b), _either(tag_a, b, a)
     minus = _is(factor, _LOWEST) | (~_no_element(factor) & (elements_of(factor) == SIZE - 1))
-    return _either(minus, _negated(tag), tag)
+    return _either(minus, negate(tag), tag)
 
 
 def _scaled(logarithm: Float32, factor: Float32) -> Float32:
     """A logarithm times 1 or -1, or in the other base."""
     base, element = bases(logarithm), elements_of(factor)
-    scaled = _either(element == 1, logarithm, _negated(logarithm))
+    scaled = _either(element == 1, logarithm, negate(logarithm))
     changes = ((base == _LOG_2) & (element == _LN_2)) | ((base == _LOG_E) & (element == _LOG2_E))
     other = words_of(elements_of(logarithm), _LOG_2 + _LOG_E - np.maximum(base, _LOG_2))
     known = changes | (element == 1) | (element == SIZE - 1)
@@ -239,22 +236,18 @@ def _scaled(logarithm: Float32, factor: Float32) -> Float32:
 @_lanewise
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:
     """a b + c."""
-    return _added(_multiplied(a, b), c)
+    return add(mul(a, b), c)
 
 
 @_lanewise
 def div(a: Float32, b: Float32) -> Float32:
     """a times the reciprocal of b."""
-    return _multiplied(a, _reciprocal(b))
+    return mul(a, rcp(b))
 
 
 @_lanewise
 def negate(a: Float32) -> Float32:
     """-a. The tags swap."""
-    return _negated(a)
-
-
-def _negated(a: Float32) -> Float32:
     base, elements = bases(a), elements_of(a)
     words = words_of(np.where(base > 0, taken(RECIPROCALS, elements), SIZE - elements), base).view(np.uint32)
     swapped = np.where(_is(a, _LOWEST), _HIGHEST, np.where(_is(a, _HIGHEST), _LOWEST, words))
@@ -300,10 +293,6 @@ def lg2(a: Float32) -> Float32:
 @_lanewise
 def rcp(a: Float32) -> Float32:
     """The reciprocal, and 0 for a tag."""
-    return _reciprocal(a)
-
-
-def _reciprocal(a: Float32) -> Float32:
     return _nothing_where((bases(a) > 0) | meaningless(a), _finite(taken(RECIPROCALS, elements_of(a)), a))
 
 
