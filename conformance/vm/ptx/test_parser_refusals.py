@@ -232,6 +232,7 @@ GROWING: dict[str, Callable[[int], str]] = {
     "ranges": lambda n: kernel(numbered(n, ".reg .b32 a#x<2>; mov.b32 a#x0, 1;")),
     "registers and ranges": lambda n: kernel(numbered(n, ".reg .b32 a#, b#x<2>;")),
     "labels": lambda n: kernel(numbered(n, "L#:")),
+    "labels of no instruction": lambda n: f"{HEADER}.entry f() {{ {numbered(n, 'L#:')} }}",
     "scopes": lambda n: kernel(numbered(n, "{ .reg .b32 a; L: bra L; }")),
     "instructions": lambda n: kernel("mov.b32 %q0, %q1;" * n),
     "operands": lambda n: kernel(f"mov.b32 %q0, {{{','.join(['%q1'] * n)}}};"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from random import Random
-from time import process_time
 
 import pytest
 
@@ -104,15 +103,3 @@ def test_a_text_of_errors_ends() -> None:
     with pytest.raises(PtxSyntaxError) as caught:
         load(text)
     assert len(str(caught.value).splitlines()) == MOST_TOLD
-
-
-def test_many_labels_in_a_row_are_not_tried_with_all_that_follow() -> None:
-    def taken(count: int) -> float:
-        text = f"{HEAD}{''.join(f'L{number}:' for number in range(count))} }}"
-        start = process_time()
-        parse(text)
-        return process_time() - start
-
-    taken(10)
-    few, many = taken(500), taken(4000)
-    assert many < 24 * few, f"500 labels take {few:.3f} s, 4000 take {many:.3f} s"
