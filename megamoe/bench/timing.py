@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 from megamoe.contract import Row, Status, Temperature
 from megamoe.contract.counted import counted
 from megamoe.ops import reference
-from megamoe.records.lines import Timing
+from megamoe.records.lines import RERUN, Timing
 
 if TYPE_CHECKING:
     from megamoe.contract import Case, DeviceFacts, Stopwatch, Target
@@ -312,7 +312,7 @@ def _no_time(sample: float) -> str:
 def timing_of(series: Series, run: str, row: Row, contender: Contender | None, program_sha256: str | None) -> Timing:
     """The record line of `series` for `row`. `contender`: None for a row that was never timed."""
     floor = contender.floors.get(series.temperature) if contender else None
-    again = f"{series.sentence.rstrip('.')}. Rerun: {bench_again(row)}"
+    again = f"{series.sentence.rstrip('.')}{RERUN}{bench_again(row)}"
     return Timing(
         run=run,
         case=row.case,

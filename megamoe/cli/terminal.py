@@ -29,7 +29,7 @@ from megamoe.contract import STATUSES, Row, Status
 from megamoe.contract.counted import counted
 from megamoe.diff.directions import NOT_FAILED_ON
 from megamoe.gate.verdict import Finding, Verdict
-from megamoe.records.lines import MAX_CHARACTERS, MAX_LINE_TEXT, Record, shortened
+from megamoe.records.lines import MAX_CHARACTERS, MAX_LINE_TEXT, Record, shortened, without_rerun
 
 PLAIN_LINE_EVERY_S = 10.0
 MIN_FOLDED = 3
@@ -257,7 +257,7 @@ def _sentences(findings: Sequence[Finding], records: Mapping[Row, Record | None]
 
 
 def _without_row(record: Record, sentence: str) -> str:
-    return sentence.partition(". Rerun: ")[0].replace(str(record.row), "the row").replace(record.case, "the case")
+    return without_rerun(sentence).replace(str(record.row), "the row").replace(record.case, "the case")
 
 
 def _table(records: Sequence[Record]) -> Table:

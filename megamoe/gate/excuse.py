@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from megamoe.contract import Row
 from megamoe.gate.expected import MAX_DAYS, Expectation, ExpectedEntry
 from megamoe.gate.verdict import Verdict
-from megamoe.records.lines import Record
+from megamoe.records.lines import Record, without_rerun
 from megamoe.spec.spec import Spec
 
 
@@ -44,13 +44,9 @@ def as_yaml(entry: ExpectedEntry) -> str:
     return f"  - {{{', '.join(f'{k}: {json.dumps(text) if k in quoted else text}' for k, text in texts.items())}}}"
 
 
-def _why(record: Record) -> str:
-    return record.sentence.partition(". Rerun: ")[0]
-
-
 def _kind(record: Record) -> str:
     """The reason without its numbers, so that an entry gives a reason of all its rows."""
-    return re.sub(r"\d+", "#", _why(record))
+    return re.sub(r"\d+", "#", without_rerun(record.sentence))
 
 
 def _place(record: Record) -> tuple[str, str, str, str]:
@@ -89,7 +85,7 @@ def _entry(glob: str, example: Record, today: date) -> ExpectedEntry:
             "target": row.target,
             "executor": row.executor,
             "status": "unsupported",
-            "reason": f"The backend refuses it: {_why(example)}",
+            "reason": f"The backend refuses it: {without_rerun(example.sentence)}",
             "expires": today + timedelta(days=MAX_DAYS),
             "example": row.case,
         }

@@ -17,7 +17,7 @@ from megamoe.contract.counted import counted
 from megamoe.gate.baseline import BASELINES, Baseline
 from megamoe.gate.expected import Expectation
 from megamoe.records.keys import Key, worst
-from megamoe.records.lines import Figures, Record
+from megamoe.records.lines import RERUN, Figures, Record
 
 FindingKind = Literal[
     "missing",
@@ -148,7 +148,7 @@ def _closing(
 ) -> list[Finding]:
     """Why a row closes the gate. Records that say the same give one finding."""
     if not records:
-        return [Finding("missing", f"missing: there is no record of {row}. Rerun: {row.rerun_with(specs)}", row)]
+        return [Finding("missing", f"missing: there is no record of {row}{RERUN}{row.rerun_with(specs)}", row)]
     problems = dict.fromkeys(_problem(record, entries, passed_before) for record in records)
     return [Finding("expectation" if entries else "status", one, row) for one in problems if one]
 

@@ -51,6 +51,15 @@ def shortened(text: str, most: int = MAX_CHARACTERS) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({counted(len(text), 'character')})"
 
 
+RERUN: Final = ". Rerun: "
+"""Stands between what a sentence says of a row and the command that runs the row again."""
+
+
+def without_rerun(sentence: str) -> str:
+    """What a sentence says of a row, without the command."""
+    return sentence.partition(RERUN)[0]
+
+
 def _capped(text: str) -> str:
     return text if len(text) <= MAX_LINE_TEXT else shortened(text, MAX_LINE_TEXT - 40)
 
@@ -299,7 +308,7 @@ def record_of(
     """
     if status != "passed":
         said = shortened(sentence.strip(), MAX_SENTENCE).rstrip(".")
-        sentence = f"{said}. Rerun: {row.rerun_with(specs)}"
+        sentence = f"{said}{RERUN}{row.rerun_with(specs)}"
     return Record(
         run=run,
         **row._asdict(),
