@@ -173,10 +173,8 @@ def _parted(entry: str) -> tuple[str, str]:
 def templates_named(text: str, entry: str) -> str:
     """Says which templates of kernels in CUDA C++ `text` the name of `entry` may mean, and how to choose one; which
     there are if it has none of that name; "" if there are none."""
-    code = _COMMENT.sub(" ", text)
-    name, _ = _parted(entry)
-    own = name.partition("<")[0].rpartition("::")[2].strip()
-    every = list(_TEMPLATE.finditer(code))
+    code, every = _templates(text)
+    own = _own_name(entry)
     found = [one for one in every if one[1] == own]
     if len(found) == 1:
         return f"the source has one template of that name, {_shown(code, found[0])}"
@@ -186,13 +184,23 @@ def templates_named(text: str, entry: str) -> str:
     shown = " and ".join(f"{own}{_bracketed(code, one.end() - 1, '()')}" for one in found)
     return (f"the source has {counted(len(found), 'template')} of that name, {shown}: ask for one with the types of "
             "its parameters behind the name, with the template's arguments in place: "
-            f"--entry '{name}(...)'")  # fmt: skip
+            f"--entry '{_parted(entry)[0]}(...)'")  # fmt: skip
 
 
 def is_template(text: str, entry: str) -> bool:
     """Whether CUDA C++ `text` has a template of a kernel of that name."""
-    name, _ = _parted(entry)
-    return name.partition("<")[0].rpartition("::")[2].strip() in _TEMPLATE.findall(_COMMENT.sub(" ", text))
+    return any(one[1] == _own_name(entry) for one in _templates(text)[1])
+
+
+def _templates(text: str) -> tuple[str, list[re.Match[str]]]:
+    """CUDA C++ `text` without comments, and the templates of kernels in it, whose first group is the name."""
+    code = _COMMENT.sub(" ", text)
+    return code, list(_TEMPLATE.finditer(code))
+
+
+def _own_name(entry: str) -> str:
+    """k of ns::k<float>(float*)."""
+    return _parted(entry)[0].partition("<")[0].rpartition("::")[2].strip()
 
 
 def _shown(code: str, template: re.Match[str]) -> str:
@@ -213,10 +221,10 @@ def _bracketed(code: str, begin: int, pair: str) -> str:
 
 def templates_wanting(text: str) -> str:
     """Says how to get a kernel out of the templates in CUDA C++ `text`; "" if no kernel is a template."""
-    found = _TEMPLATE.search(_COMMENT.sub("", text))
+    _, found = _templates(text)
     if not found:
         return ""
-    wanted = f"{found[1]}<...>"
+    wanted = f"{found[0][1]}<...>"
     return (f"a template is compiled only where it is instantiated: add `template __global__ void {wanted}(...);`, "
             "with the types of its parameters, or ask for it with its template arguments: "
             f"--entry '{wanted}'")  # fmt: skip

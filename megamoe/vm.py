@@ -325,11 +325,11 @@ def with_entry(machine: KernelMachine, source: str | Path, entry: str) -> tuple[
 
 
 def _with_entry(machine: KernelMachine, source: str | Path, ptx: str, entry: str) -> tuple[str, str]:
+    before = machine.entries(ptx)
     try:
-        return ptx, entry_named(entry, machine.entries(ptx))
+        return ptx, entry_named(entry, before)
     except LaunchRefusedError as refused:
         text, file = _read(source)
-        before = machine.entries(ptx)
         # Of several, the refusal says how to choose one.
         if _is_ptx(text, file) or not isinstance(entry, str) or entries_named(entry, before):
             raise
