@@ -216,10 +216,14 @@ class UnknownInstructionError(Exception):
         self.by_line = tuple(by_line) or ((0, text),)
 
     @classmethod
-    def of(cls, refusals: Sequence[tuple[int, UnknownInstructionError]]) -> UnknownInstructionError:
-        """One for all `refusals` of a function, each with its PTX line. The text has a line for each."""
+    def of(cls, refusals: Refusals) -> UnknownInstructionError:
+        """One for all `refusals` of a function. The text has a line for each."""
         by_line = sorted({str(one): (line, str(one)) for line, one in reversed(refusals)}.values())
         return cls("\n".join(first_told([said for _, said in by_line])), by_line)
+
+
+Refusals = Sequence[tuple[int, UnknownInstructionError]]
+"""Refusals of a function, each with its PTX line, 0 if unknown."""
 
 
 def first_told(said: Sequence[str]) -> list[str]:

@@ -7,11 +7,11 @@ system functions (SYSTEM_CALLS), whose calls stay and take registers as operands
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from backends.vm.faults import UnknownInstructionError, counted
+from backends.vm.faults import Refusals, UnknownInstructionError, counted
 from backends.vm.ptx.ast import (
     Address,
     Function,
@@ -46,10 +46,8 @@ class _UnfollowedError(UnknownInstructionError):
     """A call that cannot be followed. All else can be told without it."""
 
 
-def with_calls_in_place(
-    module: Module, function: Function
-) -> tuple[Function, Sequence[tuple[int, UnknownInstructionError]]]:
-    """`function` with its calls inlined, and a refusal with its PTX line for each call that cannot be followed.
+def with_calls_in_place(module: Module, function: Function) -> tuple[Function, Refusals]:
+    """`function` with its calls inlined, and a refusal for each call that cannot be followed.
 
     Such a call is left out. Raises UnknownInstructionError for a kernel that is too long.
     """

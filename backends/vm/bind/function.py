@@ -29,7 +29,7 @@ from backends.vm.bind.flow import (
 from backends.vm.bind.forms import Form, bind_in_ring, find, in_order
 from backends.vm.bind.lanes import RunFinder
 from backends.vm.bind.operand_types import misplaced, mistyped
-from backends.vm.faults import Fault, UnknownInstructionError, counted
+from backends.vm.faults import Fault, Refusals, UnknownInstructionError, counted
 from backends.vm.machine.code import (
     HANDLED,
     LANES,
@@ -208,7 +208,7 @@ def build(
     *,
     ring: bool = False,
     relatives: Relatives | None = None,
-    unfollowed: Sequence[tuple[int, UnknownInstructionError]] = (),
+    unfollowed: Refusals = (),
 ) -> Code:
     """Bind every instruction of `function` and cut it into blocks.
 

@@ -118,7 +118,7 @@ def misplaced(instruction: Instruction, symbols: Mapping[str, str]) -> str | Non
         for one in instruction.operands[:1]:
             if isinstance(one, Address) and isinstance(one.base, Symbol) and symbols.get(one.base.name) == "param":
                 return f"`{one.base.name}` is a parameter of the kernel, which cannot be written (PTX ISA 5.1.6)"
-    return _as_a_value(instruction, symbols) or in_another_space(instruction, symbols)
+    return _as_a_value(instruction, symbols) or _in_another_space(instruction, symbols)
 
 
 def _as_a_value(instruction: Instruction, symbols: Mapping[str, str]) -> str | None:
@@ -127,8 +127,7 @@ def _as_a_value(instruction: Instruction, symbols: Mapping[str, str]) -> str | N
     reads, floats = parts[0] in _READ_SYMBOLS, not _FLOATS.isdisjoint(parts)
     for operand in instruction.operands:
         for one in operand.items if isinstance(operand, Vector) else [operand]:
-            there = symbols.get(one.name, "code") if isinstance(one, Symbol) else "code"
-            if not isinstance(one, Symbol) or there == "code":
+            if not isinstance(one, Symbol) or (there := symbols.get(one.name, "code")) == "code":
                 continue
             # ptxas takes a sum, such as `g+4`, in the place of any integer.
             if one is not operand or floats or not (reads or one.offset):
@@ -140,7 +139,7 @@ def _as_a_value(instruction: Instruction, symbols: Mapping[str, str]) -> str | N
     return None
 
 
-def in_another_space(instruction: Instruction, symbols: Mapping[str, str]) -> str | None:
+def _in_another_space(instruction: Instruction, symbols: Mapping[str, str]) -> str | None:
     """The reason why a variable does not lie where the instruction looks for it, or None; see `misplaced`."""
     if instruction.parts[:2] == ("cvta", "to") or instruction.parts[0] == "isspacep":
         for one in instruction.operands:
