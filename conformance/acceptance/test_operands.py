@@ -124,6 +124,14 @@ _VARIABLES = (
     ".global .align 64 .u32 g[32];\n.const .align 64 .u32 c[4];\n.visible .entry k(.param .align 64 .b8 p[128]) {\n"
 )
 _LOCAL = ".shared .align 64 .u64 s[4];\n.local .align 16 .u32 l[4];\n"
+
+
+def among_variables(body: str) -> str:
+    """A kernel for sm_90a with variables `g`, `c`, `s` and `l`, named after their state spaces, and a parameter `p`."""
+    head = _HEAD.replace("TARGET", "sm_90a").replace(".visible .entry k() {\n", _VARIABLES)
+    return f"{head}{_LOCAL}{body}\nret;\n}}"
+
+
 _COPY = "cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes"
 _STORE = "cp.async.bulk.tensor.1d.global.shared::cta.bulk_group"
 IN_ANOTHER_SPACE = [
@@ -146,10 +154,9 @@ IN_ANOTHER_SPACE = [
 
 @pytest.mark.parametrize(("taken", "refused", "name", "space"), IN_ANOTHER_SPACE)
 def test_a_variable_in_another_state_space_is_refused(taken: str, refused: str, name: str, space: str) -> None:
-    head = _HEAD.replace("TARGET", "sm_90a").replace(".visible .entry k() {\n", _VARIABLES) + _LOCAL
-    load(f"{head}{taken}\nret;\n}}").entry("k")
+    load(among_variables(taken)).entry("k")
     with pytest.raises(UnknownInstructionError, match=rf"`{name}` is a variable in \.\w+, where .* in \.{space}; name"):
-        load(f"{head}{refused}\nret;\n}}").entry("k")
+        load(among_variables(refused)).entry("k")
 
 
 _FENCE = "fence.proxy.tensormap::generic.acquire.gpu"
@@ -211,10 +218,9 @@ MISPLACED = [
 @pytest.mark.parametrize(("taken", "refused", "says"), MISPLACED)
 def test_a_variable_or_an_order_where_ptxas_has_none_is_refused(taken: str, refused: str, says: str) -> None:
     """As by ptxas 13.5, which was asked for each with -arch sm_90a. It has most from -arch compute_90a on."""
-    head = _HEAD.replace("TARGET", "sm_90a").replace(".visible .entry k() {\n", _VARIABLES) + _LOCAL
-    load(f"{head}{taken}\nret;\n}}").entry("k")
+    load(among_variables(taken)).entry("k")
     with pytest.raises(UnknownInstructionError) as refusal:
-        load(f"{head}{refused}\nret;\n}}").entry("k")
+        load(among_variables(refused)).entry("k")
     assert says in str(refusal.value)
 
 
@@ -224,10 +230,9 @@ def test_ptxas_says_the_same(taken: str, refused: str, says: str, tmp_path: Path
         ptxas = find_ptxas()
     except UnsupportedError as lacking:
         pytest.skip(str(lacking))
-    head = _HEAD.replace("TARGET", "sm_90a").replace(".visible .entry k() {\n", _VARIABLES) + _LOCAL
     for body, wanted in ((taken, True), (refused, False)):
         source = tmp_path / "one.ptx"
-        source.write_text(f"{head}{body}\nret;\n}}", "utf-8")
+        source.write_text(among_variables(body), "utf-8")
         command = [str(ptxas), "-arch", "sm_90a", "-o", str(tmp_path / "one.cubin"), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode == 0) == wanted, f"{body}: {done.stderr}; the machine says: {says}"
@@ -236,7 +241,6 @@ def test_ptxas_says_the_same(taken: str, refused: str, says: str, tmp_path: Path
 @pytest.mark.parametrize(("taken", "refused"), WITHOUT_A_SPACE)
 def test_a_variable_without_a_generic_address_is_refused(taken: str, refused: str) -> None:
     """As by ptxas 13.5, which was asked for each."""
-    head = _HEAD.replace("TARGET", "sm_90a").replace(".visible .entry k() {\n", _VARIABLES) + _LOCAL
-    load(f"{head}{taken}\nret;\n}}").entry("k")
+    load(among_variables(taken)).entry("k")
     with pytest.raises(UnknownInstructionError, match=r"is a variable( in \.\w+, which has no|, where this)"):
-        load(f"{head}{refused}\nret;\n}}").entry("k")
+        load(among_variables(refused)).entry("k")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,23 @@ def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvcc:
 @pytest.fixture
 def no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_source, "nvrtc_binding", lambda: None)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("nvcc", marks=pytest.mark.skipif(not cuda_source.nvccs(), reason="there is no nvcc")),
+        pytest.param("NVRTC", marks=with_nvrtc),
+    ]
+)
+def one_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each compiler in turn, without the other, and without what the other has compiled."""
+    if request.param == "nvcc":
+        monkeypatch.setattr(cuda_source, "nvrtc_binding", lambda: None)
+    else:
+        monkeypatch.setattr(cuda_source, "nvccs", list)
+    cuda_source._compiled.cache_clear()
+    yield
+    cuda_source._compiled.cache_clear()
 
 
 @pytest.mark.usefixtures("no_nvrtc")
@@ -227,21 +244,11 @@ __global__ void rotate(T* out, const T* in) { out[threadIdx.x] = in[(threadIdx.x
 """
 
 
-@pytest.mark.parametrize(
-    "compilers",
-    [
-        pytest.param("nvccs", marks=pytest.mark.skipif(not cuda_source.nvccs(), reason="there is no nvcc")),
-        pytest.param("nvrtc_binding", marks=with_nvrtc),
-    ],
-)
+@pytest.mark.usefixtures("one_compiler")
 @pytest.mark.parametrize("entry", ["mine::rotate<float, 32>", "rotate<float, 32>"])
-def test_a_template_is_instantiated_for_its_launch(compilers: str, entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = {"nvccs": ("nvrtc_binding", None), "nvrtc_binding": ("nvccs", [])}[compilers]
-    monkeypatch.setattr(cuda_source, other[0], lambda: other[1])
-    cuda_source._compiled.cache_clear()
+def test_a_template_is_instantiated_for_its_launch(entry: str) -> None:
     x, y = torch.arange(32.0), torch.zeros(32)
     Device("sm_100a").launch(ROTATE, entry, 1, 32, y, x)
-    cuda_source._compiled.cache_clear()
     assert torch.equal(y, x.roll(-1))
 
 
@@ -293,19 +300,8 @@ PLAIN = "__global__ void two(float* x) {}\n__global__ void two(int* x) {}\n"
 CHECKED = "template <typename T>\n__global__ void sized(T* x) { static_assert(sizeof(T) == 4); }\n"
 
 
-@pytest.mark.parametrize(
-    "compilers",
-    [
-        pytest.param("nvccs", marks=pytest.mark.skipif(not cuda_source.nvccs(), reason="there is no nvcc")),
-        pytest.param("nvrtc_binding", marks=with_nvrtc),
-    ],
-)
-def test_a_refused_entry_has_the_candidates_and_no_code_that_was_added(
-    compilers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = {"nvccs": ("nvrtc_binding", None), "nvrtc_binding": ("nvccs", [])}[compilers]
-    monkeypatch.setattr(cuda_source, other[0], lambda: other[1])
-    cuda_source._compiled.cache_clear()
+@pytest.mark.usefixtures("one_compiler")
+def test_a_refused_entry_has_the_candidates_and_no_code_that_was_added(tmp_path: Path) -> None:
     two, sized = tmp_path / "two.cu", tmp_path / "sized.cu"
     two.write_text(PLAIN)
     sized.write_text(CHECKED)
@@ -325,7 +321,6 @@ def test_a_refused_entry_has_the_candidates_and_no_code_that_was_added(
         assert said.endswith(end), f"{entry}: {said}"
         for internal in ("megamoe_", "megamoe-inst", "__nv", "add `template", "\n"):
             assert internal not in said, f"{internal!r} is nothing that the user wrote or should write: {said}"
-    cuda_source._compiled.cache_clear()
 
 
 OVERLOADED = """
@@ -340,17 +335,8 @@ INSTANTIATED = (f"{OVERLOADED}template __global__ void mine::k<float>(float*, in
                 "template __global__ void mine::k<float>(float*, float);\n")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "compilers",
-    [
-        pytest.param("nvccs", marks=pytest.mark.skipif(not cuda_source.nvccs(), reason="there is no nvcc")),
-        pytest.param("nvrtc_binding", marks=with_nvrtc),
-    ],
-)
-def test_one_of_several_templates_is_chosen_by_its_parameters(compilers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = {"nvccs": ("nvrtc_binding", None), "nvrtc_binding": ("nvccs", [])}[compilers]
-    monkeypatch.setattr(cuda_source, other[0], lambda: other[1])
-    cuda_source._compiled.cache_clear()
+@pytest.mark.usefixtures("one_compiler")
+def test_one_of_several_templates_is_chosen_by_its_parameters() -> None:
     for text, entry, args, value in (
         (OVERLOADED, "mine::k<float>(float*, int)", (3,), 3),
         (OVERLOADED, "k<float>(float *, float)", (3.0,), 4),
@@ -377,7 +363,6 @@ def test_one_of_several_templates_is_chosen_by_its_parameters(compilers: str, mo
         with pytest.raises(LaunchRefusedError, match=r"or by its mangled name$") as refused:
             Device("sm_100a").launch(INSTANTIATED, entry, 1, 32, None, None)
         assert "k<float>(float*, int)), " in str(refused.value), "the candidates are not named"
-    cuda_source._compiled.cache_clear()
 
 
 @pytest.mark.parametrize(
