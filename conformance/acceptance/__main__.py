@@ -1,7 +1,7 @@
 """Asks ptxas about new spellings: `python -m conformance.acceptance` writes results/acceptance.json.gz and .md.
 
-It keeps the answers that the same ptxas gave before, which takes seconds. With another ptxas, or with `--anew`, it asks
-about every spelling, which takes two minutes. `--table` asks nothing and writes only the table.
+It keeps the answers that the same ptxas gave before. With another ptxas, or with `--anew`, it asks about every
+spelling. `--table` asks nothing and writes only the table.
 """
 
 from __future__ import annotations
